@@ -3,10 +3,12 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 
+from sordino import checks
 from sordino.cli import main
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
@@ -136,7 +138,9 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["privacy"], "privacy: give one of --epsilon, --noise"),
         (["privacy", "--epsilon", "1", "--noise", "1"], "--noise: --epsilon is given too; leave one out"),
         (["federate", "up", "--sites", "three"], "--sites: 'three' must be a whole number"),
-        (["federate", "up", "--epsilon", "2"], "federate up: '--epsilon' is unknown; write --set epsilon=2"),
+        (["federate", "up", "--delta", "2"], "federate up: '--delta' is unknown; write --set delta=2"),
+        (["federate", "up", "--rounds", "2", "--set", "rounds=3"], "--set rounds: --rounds is given too; leave one"),
+        (["federate", "up", "--person", "patient"], "person: 'patient' needs a schema"),
         (["run", "--eps", "2"], "run: '--eps' is unknown. Did you mean '--epsilon'?"),
         (["run", "--epsilon"], "--epsilon: a value is missing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
@@ -221,9 +225,23 @@ def test_a_table_from_draft_to_prediction(tmp_path, capsys, monkeypatch):
         '[columns.age]\ntype = "number"\nrange = [18, 100]\n[columns.sex]\ntype = "category"\nlevels = ["f", "m"]\n'
     )
     assert main(["schema", "check", "schema.toml", "patients.csv"]) == 0
-    assert "every column is there" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "every column is there" in told
+    assert "constant" not in told
+    schema = (tmp_path / "schema.toml").read_text()
+    (tmp_path / "wrong.toml").write_text(schema.replace("[18, 100]", "[0, 1]").replace('["f", "m"]', '["F", "M"]'))
+    assert main(["schema", "check", "wrong.toml", "patients.csv"]) == 0
+    assert "age, sex: every record becomes the same" in " ".join(capsys.readouterr().out.split())
     assert main(["schema", "check", "patients.csv", "schema.toml"]) == 0, "in the other order too"
     assert "every column is there" in capsys.readouterr().out
+    assert main(["schema", "check", "patients.csv", "--schema", "schema.toml"]) == 0, "as `sordino run` names it"
+    assert "every column is there" in capsys.readouterr().out
+    assert main(["schema", "check", "--schema", "schema.toml"]) == 0
+    assert "every column is there" not in capsys.readouterr().out
+    assert main(["schema", "check", "a.toml", "patients.csv", "--schema", "schema.toml"]) == 2
+    assert "--schema: 'schema.toml' is a third file; write" in capsys.readouterr().err
+    assert main(["schema", "check"]) == 2
+    assert "SCHEMA.toml is missing" in capsys.readouterr().err
     assert main(["run", "--data", "patients.csv", "--schema", "schema.toml", "--epsilon", "8", "--out", "r"]) == 0
     assert "clients    2 with" in capsys.readouterr().out
     cert = json.loads((tmp_path / "r" / "public" / "certificate.json").read_text())
@@ -315,7 +333,8 @@ def test_control_c_while_modules_are_imported_gets_one_line(tmp_path):
     assert (done.returncode, done.stderr) == (130, "sordino: stopped.\n")
 
 
-def test_columns_and_choices_are_explained(capsys):
+def test_columns_and_choices_are_explained(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "check", partial(checks.check, trials=checks.LEAST_TRIALS))
     assert "Start with auto" in call(capsys, "methods")[1]
     assert "found: the largest part of that which a search reached" in call(capsys, "check", "dp-fedgd")[1]
     words = ["audit", "dp-fedgd", "--runs", "40", "--unit", "record", "--adjacency", "replace-one", "--seed", "1"]

@@ -201,6 +201,8 @@ def test_no_noise_is_asked_for_by_infinity():
 def test_nearest():
     assert nearest("dp-fedgt", ["dp-fedgd", "dp-fedyogi"]) == " Did you mean 'dp-fedgd'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
+    assert nearest("fedgd", ["dp-fedgd", "fedsgd"]) == " Did you mean 'dp-fedgd'?", "though fedsgd is nearer"
+    assert nearest("fedsg", ["dp-fedgd", "fedsgd"]) == " Did you mean 'fedsgd'?"
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, 1e-13, 5e-324, math.nan])
@@ -208,3 +210,19 @@ def test_a_clip_is_a_number_that_floats_can_keep(clip):
     with pytest.raises(SordinoError, match=r"clip: .* or more"):
         Query(Kind.GRADIENT, clip)
     assert Query(Kind.GRADIENT, 1e-12).clip == 1e-12
+
+
+def test_only_kinds_whose_terms_cannot_oppose_each_other_claim_psd():
+    with pytest.raises(SordinoError, match="psd: terms of kind gradient can point in opposite directions"):
+        Query(Kind.GRADIENT, 1.0, psd=True)
+    assert Query("gram", 1.0, psd=True).kind is Kind.GRAM
+    with pytest.raises(SordinoError, match="kind: 'gradeint' is unknown"):
+        Query("gradeint", 1.0)
+
+
+@pytest.mark.parametrize("wrong", ["1", None, True])
+def test_bounds_are_numbers(wrong):
+    with pytest.raises(SordinoError, match=r"clip: .* must be a number"):
+        Query(Kind.GRADIENT, wrong)
+    with pytest.raises(SordinoError, match=r"epsilon: .* must be a number"):
+        Privacy(wrong)

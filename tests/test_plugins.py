@@ -10,6 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+# `sordino check` with the fewest trials that it allows.
+SHORT_SEARCH = """
+from functools import partial
+from sordino import checks
+checks.check, checks.check_model = (partial(f, trials=checks.LEAST_TRIALS) for f in (checks.check, checks.check_model))
+from sordino.cli import main
+exit(main())
+"""
 
 
 @pytest.fixture
@@ -24,7 +32,12 @@ def outside(tmp_path):
 
     def sordino(*words):
         return subprocess.run(
-            [sys.executable, "-m", "sordino.cli", *words],
+            [
+                sys.executable,
+                "-c",
+                SHORT_SEARCH if words[0] == "check" else "from sordino.cli import main; exit(main())",
+                *words,
+            ],
             capture_output=True,
             text=True,
             check=False,

@@ -586,7 +586,7 @@ def test_local_steps_that_are_not_counted():
 
         return method(compute, Query(Kind.GRADIENT, 1.0, calls=count), rule=scale(1.0))
 
-    assert "declares 1 calls" in checks.asks(steps(1), SOFTMAX)[0]
+    assert "declares 1 call per round" in checks.asks(steps(1), SOFTMAX)[0]
     assert checks.asks(steps(5), SOFTMAX) == []
     few, all_of_them = (plan_for(steps(count)) for count in (1, 5))
     np.testing.assert_allclose(

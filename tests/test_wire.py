@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import tomli_w
 import torch
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sordino import wire
@@ -22,9 +21,9 @@ from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
 from sordino.tree import leaves
 from sordino.wire import MAGIC, MAX_HEAD_BYTES, decode, encode, from_tree, to_tree
+from tests.support import fuzzed
 
-MANY = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-SOME = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+MANY, SOME = (120, 500), (80, 250)  # examples of `make test` and of `make soak`
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
@@ -52,8 +51,7 @@ PLAIN = st.recursive(
 SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
-@MANY
-@given(st.text(max_size=20), st.dictionaries(st.text(max_size=8), st.integers() | st.text()), st.data())
+@fuzzed(*MANY, st.text(max_size=20), st.dictionaries(st.text(max_size=8), st.integers() | st.text()), st.data())
 def test_what_was_written_is_read(kind, fields, data):
     names = data.draw(st.lists(st.text(max_size=5), unique=True, max_size=4))
     arrays = {}
@@ -98,8 +96,7 @@ def test_a_head_that_is_too_long_is_not_sent():
 TREES = st.recursive(st.just(0), lambda inner: st.lists(inner, max_size=3).map(tuple), max_leaves=8)
 
 
-@SOME
-@given(TREES)
+@fuzzed(*SOME, TREES)
 def test_trees_come_back(tree):
     filled = _filled(tree, iter(range(100)))
     skeleton, arrays = from_tree(filled, "leaf")
@@ -214,16 +211,14 @@ def test_a_skeleton_that_names_one_array_many_times_is_refused():
 # ----------------------------------------------------------------------------------------------------------------- fuzz
 
 
-@MANY
-@given(st.binary(max_size=200))
+@fuzzed(*MANY, st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data):
     for each in (data, MAGIC + data, raw(data)):
         with suppress(WireError):
             decode(each)
 
 
-@MANY
-@given(JSON, JSON, JSON, st.binary(max_size=40))
+@fuzzed(*MANY, JSON, JSON, JSON, st.binary(max_size=40))
 def test_any_head_is_read_or_refused(kind, fields, arrays, body):
     for head in (
         {"kind": kind, "fields": fields, "arrays": arrays},
@@ -234,8 +229,7 @@ def test_any_head_is_read_or_refused(kind, fields, arrays, body):
             decode(raw(head, body))
 
 
-@MANY
-@given(JSON)
+@fuzzed(*MANY, JSON)
 def test_any_skeleton_makes_a_tree_or_is_refused(skeleton):
     with suppress(WireError):
         to_tree(skeleton, {"leaf0": np.zeros(1, np.float32)}, "leaf")
@@ -246,15 +240,13 @@ TERMS = stated(Terms("ab" * 16, written(federated(SPEC)), ("north", "south"), (2
 VALUES = json.loads(TERMS.json())
 
 
-@MANY
-@given(st.text(max_size=50) | JSON.map(json.dumps))
+@fuzzed(*MANY, st.text(max_size=50) | JSON.map(json.dumps))
 def test_any_text_is_terms_or_refused(text):
     with suppress(SordinoError):
         Terms.read(text)
 
 
-@MANY
-@given(st.dictionaries(st.sampled_from(sorted(VALUES)), JSON, min_size=1, max_size=3), st.data())
+@fuzzed(*MANY, st.dictionaries(st.sampled_from(sorted(VALUES)), JSON, min_size=1, max_size=3), st.data())
 def test_terms_with_anything_in_any_place_are_terms_or_refused(changes, data):
     values = VALUES | changes
     if data.draw(st.booleans()):
@@ -318,7 +310,8 @@ def answered(site, request):
     reply = decode(site.answer(request))
     assert reply.kind in REPLIES
     if reply.kind == "refused":
-        assert reply.fields.keys() <= {"code", "reason", "asked"}
+        waits = {"place", "ahead"} if reply.fields["code"] == "queued" else set()
+        assert reply.fields.keys() <= {"code", "reason", "asked", *waits}
         assert reply.fields["reason"] == REASONS[reply.fields["code"]]
     with site.ledger() as ledger:
         rows = [(row.plan, row.round) for row in ledger.rows()]
@@ -326,15 +319,13 @@ def answered(site, request):
     return reply
 
 
-@SOME
-@given(body=st.binary(max_size=100))
+@fuzzed(*SOME, body=st.binary(max_size=100))
 def test_a_site_answers_any_bytes(site, body):
     for each in (body, MAGIC + body, raw(body)):
         assert answered(site, each).fields.get("code") == "malformed"
 
 
-@SOME
-@given(data=st.data())
+@fuzzed(*SOME, data=st.data())
 def test_a_site_answers_messages_with_bytes_changed(site, data):
     request = bytearray(data.draw(st.sampled_from(REQUESTS)))
     for _ in range(data.draw(st.integers(1, 4))):
@@ -351,8 +342,8 @@ def test_a_site_answers_messages_with_bytes_changed(site, data):
     answered(site, bytes(request))
 
 
-@SOME
-@given(
+@fuzzed(
+    *SOME,
     kind=st.sampled_from(KINDS),
     about=st.sampled_from(({}, ABOUT)),
     fields=st.dictionaries(st.sampled_from(WORDS), JSON, max_size=4),
@@ -365,8 +356,7 @@ def test_a_site_answers_messages_with_anything_in_any_place(site, kind, about, f
         answered(site, request)
 
 
-@SOME
-@given(changes=st.dictionaries(st.sampled_from(sorted(VALUES)), JSON, max_size=2), spec=JSON)
+@fuzzed(*SOME, changes=st.dictionaries(st.sampled_from(sorted(VALUES)), JSON, max_size=2), spec=JSON)
 def test_a_site_answers_terms_with_anything_in_any_place(site, changes, spec):
     values = VALUES | {"run": "cd" * 16} | changes
     changes = {key: value for key, value in changes.items() if value != VALUES.get(key)}

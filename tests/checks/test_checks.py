@@ -15,7 +15,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.rules import chain, scale
 from sordino.rules.basic import stateless
-from tests.support import Squares, descend, solve, walk
+from tests.support import Squares, descend, solve, tiers, walk
 
 OWN = frozenset((unit, Trust.UNTRUSTED_SERVER) for unit in Unit)  # what is made of answers is not proved of sums
 D = 3
@@ -124,10 +124,15 @@ TOYS = [
 ]
 
 
-# At person level the same code computes other sums: some methods of every kind here, the others in `make soak`.
-PERSONS = ("auto", "dp-boost", "dp-fedgd", "dp-fedavg", "dp-ftrl")
+# At person level the same code computes other sums, and at client level every message is clipped as a whole: some
+# methods of every kind here, the others in `make soak`.
+KINDS = {
+    Unit.PERSON: ("auto", "dp-boost", "dp-fedgd", "dp-fedavg", "dp-ftrl"),
+    Unit.CLIENT: ("auto", "dp-boost", "dp-fedgd", "dp-fedavg", "dp-ftrl", "dp-scaffold", "dp-fednew", "dp-fedsam"),
+    Unit.RECORD: tuple(REGISTRY),
+}
 METHODS_AND_UNITS = [
-    pytest.param(name, unit, marks=[pytest.mark.soak] * (unit is Unit.PERSON and name not in PERSONS))
+    pytest.param(name, unit, marks=[pytest.mark.soak] * (name not in KINDS[unit]))
     for name in REGISTRY
     for unit in REGISTRY[name].protects
 ]
@@ -147,10 +152,11 @@ def test_every_registered_method_keeps_its_contracts(name, unit):
             assert report.worst_found >= 0.99 * report.claimed
 
 
+@pytest.mark.parametrize("trials", tiers([16, 40], 1))
 @pytest.mark.parametrize("toy", TOYS)
-def test_methods_of_every_shape_keep_them(toy):
+def test_methods_of_every_shape_keep_them(toy, trials):
     for adjacency in Adjacency:
-        found = checks.sensitivity(toy(), SQUARES, adjacency)
+        found = checks.sensitivity(toy(), SQUARES, adjacency, trials=trials)
         assert [f.problems for f in found] == [[]] * len(found)
         assert len(found) == sum(q.noise is not None for stage in toy().stages for q in stage.queries)
     assert checks.asks(toy(), SQUARES) == []

@@ -1,5 +1,6 @@
 """Records sorted by client, and the views of them that engines take."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,6 +18,7 @@ from sordino.models.linear import Linear
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from tests.support import covering, tiers
 
 
 def numbered(client, **kwargs):
@@ -207,10 +209,14 @@ LAZY = [
 ]
 
 
-@pytest.mark.parametrize("batch", ["full", "poisson:4", "poisson:0.3", "fixed:4"])
-@pytest.mark.parametrize("participation", ["fixed:2", "cyclic:3", "full"])
-@pytest.mark.parametrize(("name", "unit", "options"), LAZY)
-def test_records_made_on_demand_give_the_same_run(name, unit, options, participation, batch):
+ON_DEMAND = (range(len(LAZY)), ["full", "poisson:4", "poisson:0.3", "fixed:4"], ["fixed:2", "cyclic:3", "full"])
+
+
+@pytest.mark.parametrize(
+    ("number", "batch", "participation"), tiers(itertools.product(*ON_DEMAND), covering(*ON_DEMAND))
+)
+def test_records_made_on_demand_give_the_same_run(number, batch, participation):
+    name, unit, options = LAZY[number]
     plan, model = plan_for(build(name, unit, **options), participation, batch), Linear(2, 3)
     for shares in (False, True):
         records, asked = lazy()

@@ -306,6 +306,7 @@ def test_check_explains_a_schema_whose_ranges_are_to_be_found(tmp_path, capsys):
         (["target", "recode"], "0", "target.recode: '0' must be a table"),
         (["target"], {"column": "died", "task": "quantity"}, "target.range: a quantity needs a public range"),
         (["target"], {"column": "died", "task": "quantity", "range": [5, 5]}, "target.range: a quantity needs"),
+        (["target"], {"column": "died", "task": "quantity", "range": [20, 0]}, r"\[20.* is reversed, write \[0.*, 20"),
         (["target"], {"task": "classes", "levels": ["a", "b"]}, "target: it lacks column"),
         (["target", "maximum"], 9, "target.maximum: it is for count, and the task is classes"),
         (["target"], {"column": "died", "task": "count"}, "target.maximum: a count needs .* none is given"),

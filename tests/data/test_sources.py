@@ -330,6 +330,8 @@ def test_source_errors(tmp_path: Path) -> None:
         load(path, test_fraction=0.01)
     with pytest.raises(SordinoError, match="test_fraction: 1 must lie"):
         load("digits", test_fraction=1)
+    with pytest.raises(SordinoError, match=r"test_fraction: 0 must lie above 0 .* cannot be 0, because .* 0\.01"):
+        load("digits", test_fraction=0)
     with pytest.raises(SordinoError, match="seed: -1"):
         load("digits", seed=-1)
 

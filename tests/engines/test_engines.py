@@ -24,6 +24,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 from sordino.tree import pack, unpack
+from tests.support import tiers
 
 MODEL = Linear(2, 3)
 TREES = Trees(2, 3, trees=3, depth=2)
@@ -81,9 +82,31 @@ METHODS = [(name, unit) for name in sorted(REGISTRY) for unit in REGISTRY[name].
 PROVED = [(name, unit, trust) for name, unit in METHODS for trust in Trust if (unit, trust) in build(name, unit).proves]
 
 
-@pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.4"])
-@pytest.mark.parametrize("divisor", list(Divisor))
-@pytest.mark.parametrize(("name", "unit", "trust"), PROVED)
+PARTICIPATIONS = ["full", "fixed:2", "poisson:0.4"]
+
+
+def few_plans(name, unit):
+    """Three plans of a method: every trust model it is proved for, every participation and every divisor. Over the
+    methods, every two of these meet."""
+    trusts = [trust for trust in Trust if (name, unit, trust) in PROVED]
+    at = METHODS.index((name, unit))
+    for k in range(3):
+        trust = trusts[k % len(trusts)]
+        yield name, unit, trust, list(Divisor)[(k + at) % len(Divisor)], PARTICIPATIONS[(k + at // 2) % 3]
+
+
+EVERY_PLAN = [(*proved, *rest) for proved in PROVED for rest in itertools.product(Divisor, PARTICIPATIONS)]
+FEW_PLANS = [plan for name, unit in METHODS for plan in few_plans(name, unit)]
+
+
+def test_few_plans_hold_every_method_trust_and_pair():
+    assert {plan[:3] for plan in FEW_PLANS} == set(PROVED)
+    assert {plan[:2] + plan[4:] for plan in FEW_PLANS} == {(*method, p) for method in METHODS for p in PARTICIPATIONS}
+    assert {plan[:2] + plan[3:4] for plan in FEW_PLANS} == {(*method, d) for method in METHODS for d in Divisor}
+    assert {plan[1:] for plan in FEW_PLANS} == {plan[1:] for plan in EVERY_PLAN}
+
+
+@pytest.mark.parametrize(("name", "unit", "trust", "divisor", "participation"), tiers(EVERY_PLAN, FEW_PLANS))
 def test_engines_agree(name, unit, trust, divisor, participation, records):
     model = model_of(name)
     plan = plan_for(build(name, unit), records, trust, divisor, participation)
@@ -180,7 +203,7 @@ def sample(plan, records, draws, *, shares, first=0):
     ("unit", "trust", "divisor", "participation"),
     [
         ("record", "untrusted-server", "pooled", "full"),
-        ("record", "secure-aggregation", "pooled", "fixed:2"),
+        pytest.param("record", "secure-aggregation", "pooled", "fixed:2", marks=pytest.mark.soak),
         ("record", "untrusted-server", "client-mean", "fixed:2"),
         ("record", "secure-aggregation", "client-mean", "full"),
         pytest.param("client", "untrusted-server", "pooled", "full", marks=pytest.mark.soak),
@@ -280,8 +303,16 @@ def test_nobody_came_to_the_warm_start(engine, records):
 # ----------------------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("participation", ["full", "poisson:0.4"])
-@pytest.mark.parametrize(("name", "unit"), METHODS)
+WHO = ["full", "poisson:0.4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "participation"),
+    tiers(
+        [(*method, who) for method in METHODS for who in WHO],
+        [(*method, WHO[k % 2]) for k, method in enumerate(METHODS)],
+    ),
+)
 def test_a_simulation_resumes_where_it_stopped(name, unit, participation, records):
     model = model_of(name)
     options = {"tail": 0.6} if "tail" in REGISTRY[name].options else {}
@@ -318,23 +349,36 @@ def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_pa
 # ------------------------------------------------------------------------------------------------------------- runs
 
 
-@pytest.mark.parametrize(("name", "unit"), METHODS)
-def test_runs_side_by_side_are_single_runs(name, unit, records):
+@pytest.mark.parametrize(
+    ("name", "unit", "shares"),
+    tiers(
+        [(*method, shares) for method in METHODS for shares in (True, False)],
+        [(*method, k % 2 == 0) for k, method in enumerate(METHODS)],
+    ),
+)
+def test_runs_side_by_side_are_single_runs(name, unit, shares, records):
     model = model_of(name)
     plan = plan_for(build(name, unit), records, participation="poisson:0.4")
     theta = torch.randn(3, model.size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for shares in (True, False):
-        sources = [Seeded(s) for s in range(3)]
-        many = list(simulate.run(plan, model, records, sources, theta=theta, shares=shares))
-        for r in range(3):
-            one = list(simulate.run(plan, model, records, Seeded(r), theta=theta[r], shares=shares))
-            for a, b in zip(many, one, strict=True):
-                torch.testing.assert_close(a.model[r], b.model, rtol=1e-9, atol=1e-12)
-        assert not torch.allclose(many[-1].model[0] - theta[0], many[-1].model[1] - theta[1])
+    sources = [Seeded(s) for s in range(3)]
+    many = list(simulate.run(plan, model, records, sources, theta=theta, shares=shares))
+    for r in range(3):
+        one = list(simulate.run(plan, model, records, Seeded(r), theta=theta[r], shares=shares))
+        for a, b in zip(many, one, strict=True):
+            torch.testing.assert_close(a.model[r], b.model, rtol=1e-9, atol=1e-12)
+    assert not torch.allclose(many[-1].model[0] - theta[0], many[-1].model[1] - theta[1])
 
 
-@pytest.mark.parametrize("batch", ["poisson:4", "poisson:0.3", "fixed:4"])
-@pytest.mark.parametrize("name", REGISTRY)
+BATCHES = ["poisson:4", "poisson:0.3", "fixed:4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    tiers(
+        itertools.product(REGISTRY, BATCHES),
+        [(name, batch) for k, name in enumerate(REGISTRY) for batch in (BATCHES[k % 2], "fixed:4")],
+    ),
+)
 def test_engines_agree_on_minibatches(name, batch, records):
     """Every method that is proved for them, the fused and the batched path, clients smaller than a minibatch too."""
     model = model_of(name)

@@ -159,6 +159,17 @@ def test_a_minibatch_is_asked_about_no_more_often_than_declared():
                     next(run)
 
 
+@pytest.mark.parametrize(("declared", "said"), [(1, "1 call per round"), (2, "2 calls per round")])
+def test_one_call_too_many_names_the_remedy(declared, said):
+    def compute(ask, broadcast, memory, cache):
+        return sum(ask.gradient(broadcast.theta) for _ in range(declared + 1))
+
+    records, query = small(torch.float64), Query(Kind.GRADIENT, 1.0, calls=declared)
+    method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (query,)),), EVERY)
+    with pytest.raises(OverspentError, match=rf"declares {said} .*asked once more; .* calls={declared + 1}\)"):
+        next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
+
+
 def test_a_batch_made_by_hand_gains_nothing():
     def compute(ask, broadcast, memory, cache):
         return ask.gradient(broadcast.theta, on=Batch(0))

@@ -55,7 +55,7 @@ def last(path, source, records=None):
     return this_round.model
 
 
-@pytest.mark.parametrize("kind", ["seeded", "secure"])
+@pytest.mark.parametrize("kind", ["secure", pytest.param("seeded", marks=pytest.mark.soak)])
 def test_kill_nine_and_resume(kind, tmp_path, capsys, lives):
     path, rng, kills = tmp_path / "ledger.db", random.Random(1), 0
     process = lives(Path(__file__).read_text(), WORK, path, kind)

@@ -46,8 +46,12 @@ def table(n=300, seed=0):
 
 
 def without(*keys, **target):
+    """The schema without these roles, whose columns are then dropped, or with another target."""
+    unused = [SCHEMA[key] for key in keys if isinstance(SCHEMA[key], str)]
+    unused += ["died"] if "target" in keys or target.get("column", "died") != "died" else []
     return {
         **{key: value for key, value in SCHEMA.items() if key not in keys},
+        "columns": SCHEMA["columns"] | {name: {"type": "drop"} for name in unused},
         **({"target": target} if target else {}),
     }
 
@@ -179,6 +183,7 @@ def test_a_search_over_a_frame():
         assert search.best_score_ > 0.6
 
 
+@pytest.mark.filterwarnings("ignore:columns. .* are not in the schema")
 def test_quantities_counts_and_survival_of_a_frame():
     frame = table(600)
     age = frame["age"].fillna(55)
@@ -272,6 +277,24 @@ def test_bad_frames_are_named():
         fast(SCHEMA).fit(frame, persons=frame["patient"])
     with pytest.raises(SordinoError, match=r"^groups: shape \(3,\)"):
         fast(without("client", "person")).fit(frame, groups=[1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "y"),
+    [
+        (FederatedClassifier(), ["no", "yes"] * 20),
+        (FederatedRegressor(target_range=(0, 9)), list(range(40))),
+        (FederatedCox(edges=[0, 5, 9]), [[3.0, 1]] * 40),
+    ],
+)
+def test_text_without_a_schema_points_to_schema(kind, y):
+    frame = table(40)[["age", "sex", "hospital"]].fillna(50.0)
+    for given, columns in [(frame, "'sex', 'hospital'"), (frame.to_numpy(), "1, 2")]:
+        with pytest.raises(SordinoError, match=rf"^X: column {columns} holds text.* schema="):
+            clone(kind).fit(given, y)
+    with pytest.raises(ValueError, match="NaN") as caught:
+        clone(kind).fit(frame[["age"]].assign(age=np.nan), y)
+    assert not isinstance(caught.value, SordinoError), "other mistakes are told as scikit-learn tells them"
 
 
 def test_weights_of_records_mean_what_those_of_scikit_learn_do():
@@ -408,3 +431,9 @@ def test_ranges_that_noised_counts_find_are_part_of_the_estimator():
     assert model.score(frame) > 0.7
     copy = pickle.loads(pickle.dumps(model))
     assert np.array_equal(copy.predict_proba(frame), model.predict_proba(frame))
+
+
+def test_columns_that_the_schema_does_not_mention_are_named():
+    frame = table(60).assign(note="x")
+    with pytest.warns(UserWarning, match=r"^columns: note are not in the schema, so they are not used"):
+        fast().fit(frame)

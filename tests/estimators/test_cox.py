@@ -31,7 +31,7 @@ def events(y):
     return np.stack([time, np.ones(len(time))], 1)
 
 
-@parametrize_with_checks([OneColumn(epsilon=GENEROUS, edges=EDGES)])
+@parametrize_with_checks([OneColumn(epsilon=GENEROUS, edges=EDGES, rounds=10)])
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_scikit_learn_agrees(estimator, check):
     check(estimator)

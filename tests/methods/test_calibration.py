@@ -20,6 +20,7 @@ from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.training import run
 from sordino.training.spec import Spec
+from tests.support import tiers
 
 
 def rare(n=6000, clients=3):
@@ -63,7 +64,7 @@ def test_the_order_of_predictions_stays():
     assert not torch.equal(plain[-2:], shifted[-2:])
 
 
-@pytest.mark.parametrize("unit", ["record", "person"])
+@pytest.mark.parametrize("unit", tiers(["record", "person"], 1))
 def test_every_contract_holds_and_mutants_are_rejected(unit):
     reports = check_calibration(trials=8, units=[Unit(unit)])
     assert {report.query.split()[-1] for report in reports} == {"gradient", "calibration", "slope"}

@@ -27,7 +27,7 @@ from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from tests.support import classified
+from tests.support import classified, covering, tiers
 
 PC, SA, TRUSTED = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER
 MODEL = Linear(3, 3)
@@ -444,9 +444,13 @@ def test_full_participation(options, worth):
 PARTICIPATIONS = ["full", "fixed:2", "cyclic:2", "cyclic:4"]
 
 
-@pytest.mark.parametrize("participation", PARTICIPATIONS)
-@pytest.mark.parametrize("trust", list(Trust))
-@pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
+PLANS = ([Unit.RECORD, Unit.CLIENT], list(Trust), PARTICIPATIONS)
+EVERY_PLAN = pytest.mark.parametrize(
+    ("unit", "trust", "participation"), tiers(itertools.product(*PLANS), covering(*PLANS))
+)
+
+
+@EVERY_PLAN
 def test_engines_agree_draw_for_draw(unit, trust, participation, records):
     for options in ({"momentum": 0.5, "restart": 2}, {"mechanism": "banded", "band": 2, "tail": 0.5}):
         plan = plan_for(records.sizes, participation=participation, trust=trust, unit=unit, **options)
@@ -456,9 +460,7 @@ def test_engines_agree_draw_for_draw(unit, trust, participation, records):
         assert not torch.allclose(path(plan, records, Seeded(2), simulate.run, shares=True), slow)
 
 
-@pytest.mark.parametrize("participation", PARTICIPATIONS)
-@pytest.mark.parametrize("trust", list(Trust))
-@pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
+@EVERY_PLAN
 def test_noise_drawn_once_has_the_law_of_the_shares(unit, trust, participation):
     """Covariances over rounds, exactly."""
     for options in ({}, {"mechanism": "banded", "band": 3}):

@@ -1,5 +1,6 @@
 """DP-FedSOFIM beyond the plain round: whole clients, cohorts, local steps and structures, on both engines."""
 
+import itertools
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ from sordino.models.linear import Linear
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import fisher
-from tests.support import classified, plan_for
+from tests.support import classified, covering, plan_for, tiers
 
 MODEL = Linear(3, 3)
 SIZES = (5, 9, 12, 20)
@@ -160,9 +161,12 @@ def test_the_mean_local_gradient_is_preconditioned(records):
 # ------------------------------------------------------------------------------------------- structures and engines
 
 
-@pytest.mark.parametrize("participation", ["full", "fixed:2"])
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(("unit", "steps"), [(Unit.RECORD, 1), (Unit.RECORD, 3), (Unit.CLIENT, 1), (Unit.CLIENT, 3)])
+PLANS = ([Unit.RECORD, Unit.CLIENT], [1, 3], list(STRUCTURES), ["full", "fixed:2"])
+
+
+@pytest.mark.parametrize(
+    ("unit", "steps", "structure", "participation"), tiers(itertools.product(*PLANS), covering(*PLANS))
+)
 def test_engines_agree(records, unit, steps, structure, participation):
     options = {"structure": structure, "rank": 3, "steps": steps, "local_lr": 0.2, "rho": 0.3, "lr": 0.3}
     plan = plan_for("dp-fedsofim", records, unit=unit, participation=participation, **options)

@@ -277,6 +277,39 @@ def test_other_dropout_is_compared_as_it_predicts():
     assert not torch.equal(*(flat.clipped_sum(flat.init(), shard, 1.0) for _ in range(2)))
 
 
+class Recurrent(nn.Module):
+    """The last state of a recurrent layer, then a linear one."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.cell, self.head = kind(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+class Written(nn.Module):
+    """A recurrence written with linear layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.recalls, self.head = nn.Linear(6, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        state = x.new_zeros(len(x), 4)
+        for t in range(x.shape[1]):
+            state = torch.tanh(self.reads(x[:, t]) + self.recalls(state))
+        return self.head(state)
+
+
+def test_the_remedies_for_a_recurrent_layer_work():
+    """The checks at construction compare both with the gradients of single examples."""
+    frozen = Recurrent(nn.LSTM)
+    frozen.cell.requires_grad_(False)
+    assert TorchModel(frozen, shape=(3, 6)).size == 15
+    assert TorchModel(Written(), shape=(3, 6)).size == 28 + 20 + 15
+
+
 REFUSED = [
     (lambda: Drops(True), {"shape": (6,)}, "other rows"),
     (lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)), {}, "group_norm"),
@@ -291,6 +324,10 @@ REFUSED = [
     (mlp, {"shape": (7,)}, "shape"),
     (lambda: nn.Conv2d(1, 2, 3), {}, "shape"),
     (lambda: nn.Conv2d(1, 2, 3), {"shape": (1, 4, 4)}, "logits"),
+    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6)}, r"single examples of cell \(LSTM\) .* with nn.Linear"),
+    (lambda: Recurrent(nn.GRU), {"shape": (3, 6)}, r"cell \(GRU\) cannot be computed.* requires_grad_\(False\)"),
+    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6), "mode": "vmap"}, r"\('vmap'\) cannot .* with nn.Linear"),
+    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6), "mode": "tape"}, r"no rule for cell \(LSTM\); use mode='auto'"),
 ]
 
 

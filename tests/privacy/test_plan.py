@@ -40,6 +40,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan, continues_stream
 from sordino.rules import ema, scale
 from sordino.rules.basic import stateless
+from tests.support import covering, tiers
 
 PC, SA, TRUSTED = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER
 ADD, SWAP = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
@@ -52,8 +53,36 @@ TABLE_14 += (2536, 3396, 3312, 2926, 3329, 2980, 891, 1539, 2025, 3200)
 def test_texts_of_participation_and_sampling_are_parsed():
     plan = Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), participation="fixed:2", sampling="poisson:16")
     assert (plan.participation, plan.sampling) == (Participation("fixed", 2.0), Sampling("poisson", 16.0))
-    with pytest.raises(SordinoError, match="batch: 'sixteen' has no number"):
-        Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), sampling="sixteen")
+    with pytest.raises(SordinoError, match=r"batch \(in a Plan: sampling\): 'poisson' has no number"):
+        Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), sampling="poisson")
+
+
+def test_a_method_of_another_unit_is_told_how_to_be_built():
+    with pytest.raises(SordinoError, match=r"not person; .* build\('dp-fedadam', unit='person'\), or .* unit='record'"):
+        Plan(build("dp-fedadam"), 3, UNEQUAL, Privacy(2.0, unit="person"))
+    with pytest.raises(SordinoError, match=r"not person; .* Method\(…, unit=Unit\('person'\)\)"):
+        Plan(build("dp-fedadam")._replace(registered=None), 3, UNEQUAL, Privacy(2.0, unit="person"))
+
+
+def test_sampling_that_is_nothing_is_refused():
+    with pytest.raises(SordinoError, match="sampling: None is no Sampling; write a text such as 'full'"):
+        Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), sampling=None)
+
+
+def test_queries_are_a_tuple():
+    method = build("dp-fedgd")
+    wrong = method.stages[0]._replace(queries=method.stages[0].queries[0])
+    with pytest.raises(SordinoError, match="queries of a stage are a tuple"):
+        Plan(method._replace(stages=(wrong,)), 3, UNEQUAL, Privacy(2.0))
+
+
+def test_a_message_is_semidefinite_only_if_its_answers_are():
+    method = build("dp-fedgd", Unit.CLIENT)
+    answer, message = method.stages[0].queries
+    wrong = method.stages[0]._replace(queries=(answer, replace(message, psd=True)))
+    with pytest.raises(SordinoError, match="psd is proved for a message that is made of semi-definite answers alone"):
+        Plan(method._replace(stages=(wrong,)), 3, UNEQUAL, Privacy(2.0, unit="client"))
+    assert Plan(build("dp-fedfc", Unit.CLIENT), 3, UNEQUAL, Privacy(2.0, unit="client")).rounds == 3
 
 
 def test_a_method_whose_unit_is_a_text_is_refused():
@@ -385,13 +414,15 @@ def test_a_schedule_nobody_came_to():
 
 # ------------------------------------------------------------------------------------------------ a fixed noise level
 
-COMBINATIONS = list(
-    itertools.product(Trust, Unit, Adjacency, Divisor, ["full", "fixed:3", "poisson:0.6"], [(30,) * 5, UNEQUAL])
+ACCOUNTS = list(itertools.product(Trust, Unit, ["full", "fixed:3", "poisson:0.6"]))
+COMBINATIONS = (ACCOUNTS, list(Adjacency), list(Divisor), [(30,) * 5, UNEQUAL])
+
+
+@pytest.mark.parametrize(
+    ("account", "adjacency", "divisor", "sizes"), tiers(itertools.product(*COMBINATIONS), covering(*COMBINATIONS))
 )
-
-
-@pytest.mark.parametrize(("trust", "unit", "adjacency", "divisor", "participation", "sizes"), COMBINATIONS)
-def test_noise_and_epsilon_say_the_same(trust, unit, adjacency, divisor, participation, sizes):
+def test_noise_and_epsilon_say_the_same(account, adjacency, divisor, sizes):
+    trust, unit, participation = account
     chosen = {"trust": trust, "unit": unit, "adjacency": adjacency, "divisor": divisor, "participation": participation}
     chosen["schedule_seed"] = 1  # in its schedules nobody comes more often than client 4, the smallest, who pays most
     asked = plan(sizes, 10, 2.0, clip=0.4, **chosen)

@@ -175,6 +175,7 @@ def test_fedhybrid_pays_two_k2_over_k():
     assert not agrees(hybrid, later / steps * sgd.mean(), noisy)  # the whole budget spent twice
 
 
+@pytest.mark.soak  # of FedHybrid, whose budget is split in the same way, above
 def test_fednewton_pays_a_quarter_of_k():
     """Little noise on the Hessian: its record's norm is small against what the gradient's clip hides."""
     records, world = quadratic((0.5, 0.5))

@@ -1,9 +1,12 @@
 """What the tests of several folders share: plans, records, toy rules and tiers."""
 
+import inspect
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -14,6 +17,23 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+
+# Parts of a schema: the target and two columns of a small table of patients.
+DIED = """
+[target]
+column = "died"
+levels = ["no", "yes"]
+"""
+AGE = """
+[columns.age]
+type = "number"
+range = [20, 90]
+"""
+WARD = """
+[columns.ward]
+type = "category"
+levels = ["surgery", "medicine"]
+"""
 
 
 def plan_for(
@@ -72,6 +92,47 @@ def tiers(cases: Iterable[Any], quick: Iterable[Any] | int) -> list[Any]:
         return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.soak)
 
     return [case if case in kept else soaked(case) for case in cases]
+
+
+def covering(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """A few combinations of the axes' values that hold every pair of values of any two axes, for `tiers`.
+
+    Greedy: of all combinations the one with the most new pairs comes next, and the first of several.
+    """
+
+    def pairs(case: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(case), 2))
+
+    left = list(itertools.product(*axes))
+    wanted, chosen = set().union(*map(pairs, left)), []
+    while wanted:
+        best = max(left, key=lambda case: len(pairs(case) & wanted))
+        wanted -= pairs(best)
+        chosen.append(best)
+    return chosen
+
+
+def fuzzed(
+    quick: int, whole: int, *strategies: Any, **named: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """`hypothesis.given` with these strategies: `quick` examples in `make test`, and `whole` in `make soak`."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        parameters = [p for p in inspect.signature(test).parameters.values() if p.name not in named]
+        fixtures = parameters[: len(parameters) - len(strategies)]
+
+        def run(examples: int, **values: Any) -> None:
+            limits = hypothesis.settings(
+                max_examples=examples, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
+            )
+            limits(hypothesis.given(*strategies, **named)(test))(**values)
+
+        run.__name__, run.__doc__, run.__module__ = test.__name__, test.__doc__, test.__module__
+        examples = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        run.__signature__ = inspect.Signature([examples, *fixtures])  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("examples", tiers([quick, whole], 1))(run)
+
+    return decorate
 
 
 class Squares(Linear):

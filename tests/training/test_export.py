@@ -13,20 +13,9 @@ from sordino.data.preprocess import preprocess
 from sordino.errors import SordinoError
 from sordino.training import export as exporting
 from sordino.training.export import FORMATS, export
+from tests.support import AGE, DIED, WARD
 
-SCHEMA = """
-[target]
-column = "died"
-levels = ["no", "yes"]
-
-[columns.age]
-type = "number"
-range = [20, 90]
-
-[columns.ward]
-type = "category"
-levels = ["surgery", "medicine"]
-"""
+SCHEMA = DIED + AGE + WARD
 RUNS = {
     "table": ["--data", "patients.csv", "--schema", "schema.toml"],
     "logistic": ["--data", "two.npz", "--model", "logistic", "--set", "normalize=clip:1.5"],
@@ -103,10 +92,11 @@ def test_torch_agrees(runs, name, tmp_path):
     run = runs(name)
     x = records(run)
     export(run, "torch", tmp_path / "model.pt2")
-    found = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(x)).numpy()
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    found = loaded(torch.from_numpy(x)).numpy()
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected(run, x), atol=1e-5, rtol=1e-5)
-    one = torch.export.load(tmp_path / "model.pt2").module()(torch.from_numpy(x[:1])).numpy()
+    one = loaded(torch.from_numpy(x[:1])).numpy()
     np.testing.assert_allclose(one, found[:1], atol=1e-6)
 
 

@@ -23,6 +23,7 @@ from sordino.training.folder import RunFolder
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
+from tests.support import tiers
 
 RUNS = {
     "plain": {"method": "dp-fedgd"},
@@ -211,8 +212,17 @@ CAUGHT = [
 ]
 
 
-@pytest.mark.parametrize("how", ["kept", "stripped", "replaced"])
-@pytest.mark.parametrize(("base", "change", "words"), CAUGHT)
+SIGNATURES = ["kept", "stripped", "replaced"]
+
+
+@pytest.mark.parametrize(
+    ("base", "change", "words", "how"),
+    tiers(
+        [(*forgery, how) for forgery in CAUGHT for how in SIGNATURES],
+        [(*forgery, SIGNATURES[k % 3]) for k, forgery in enumerate(CAUGHT)]
+        + [(*CAUGHT[k], how) for k in (4, 5) for how in SIGNATURES if how != SIGNATURES[k % 3]],
+    ),
+)
 def test_a_forgery_is_caught_signed_or_not(forge, base, change, words, how):
     found = verify_run(forge(base, change, how)).problems
     assert any(re.search(words, problem) for problem in found), found
@@ -256,6 +266,15 @@ def test_the_rightful_key_is_known(honest, capsys):
     key = RunFolder.find(honest("plain")).keys().sign.public
     assert main(["verify", str(honest("plain")), "--key", key]) == 0
     assert "the key that --key names" in capsys.readouterr().out
+
+
+def test_a_received_public_folder_is_complete(honest, tmp_path, capsys):
+    """The ledger stays with its owner; whatever else is missing is not complete."""
+    shutil.copytree(honest("plain") / "public", tmp_path / "received")
+    assert main(["verify", str(tmp_path / "received"), "--complete"]) == 0
+    assert "ledger.db, which stays with its owner" in capsys.readouterr().out
+    (tmp_path / "received" / "spec.toml").unlink()
+    assert main(["verify", str(tmp_path / "received"), "--complete"]) == 1
 
 
 def test_the_last_line_counts_what_was_not_compared(honest, tmp_path, capsys):

@@ -9,19 +9,10 @@ import pytest
 from sordino.cli import main
 from sordino.training import model_card
 from sordino.training.verify_run import verify_run
+from tests.support import AGE, DIED, WARD
 
-SCHEMA = """
-[target]
-column = "died"
-levels = ["no", "yes"]
-
-[columns.age]
-type = "number"
-range = [20, 90]
-
-[columns."ward | floor"]
-type = "category"
-levels = ["surgery", "medicine"]
+SCHEMA = f"""
+{DIED}{AGE}{WARD.replace("ward", '"ward | floor"')}
 
 [columns.name]
 type = "drop"

@@ -171,4 +171,4 @@ def test_estimators_take_persons():
     with pytest.raises(SordinoError, match=r"^persons: shape \(3,\) for 600 records"):
         model.fit(x, y, persons=[1, 2, 3])
     with pytest.raises(SordinoError, match=r"^person_clients: "):
-        model.fit(x, y, groups=np.arange(600) % 2, persons=person)
+        model.set_params(clients=None).fit(x, y, groups=np.arange(600) % 2, persons=person)

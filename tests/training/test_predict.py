@@ -10,22 +10,11 @@ import sordino
 from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.training.predict import predict
+from tests.support import AGE, DIED, WARD
 
-SCHEMA = """
+SCHEMA = f"""
 client = "hospital"
-
-[target]
-column = "died"
-levels = ["no", "yes"]
-
-[columns.age]
-type = "number"
-range = [20, 90]
-
-[columns.ward]
-type = "category"
-levels = ["surgery", "medicine"]
-
+{DIED}{AGE}{WARD}
 [columns.id]
 type = "drop"
 """

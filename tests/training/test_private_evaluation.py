@@ -19,15 +19,11 @@ from sordino.training.evaluation_plan import Settings, choose_bins, plan_of
 from sordino.training.metrics import Task
 from sordino.training.predict import load_run
 from sordino.training.verify_run import verify_run
+from tests.support import AGE, DIED
 
-SCHEMA = """
+SCHEMA = f"""
 client = "hospital"
-[target]
-column = "died"
-levels = ["no", "yes"]
-[columns.age]
-type = "number"
-range = [20, 90]
+{DIED}{AGE}
 [columns.dose]
 type = "number"
 range = [0, 10]
@@ -405,3 +401,20 @@ def test_the_table_that_the_run_was_trained_on_is_no_test(place, tmp_path, capsy
     assert "the run was trained on" in capsys.readouterr().err
     assert evaluate(place, tmp_path / "other") == 0
     assert "the run was trained on" not in capsys.readouterr().err
+
+
+def test_defaults_that_differ_from_the_run_are_told(place, tmp_path, capsys):
+    assert evaluate(place, tmp_path / "a") == 0
+    told = capsys.readouterr().err
+    assert "note: δ is 1e-06 (the default), and that of the run is 1e-05; --delta sets it." in told
+    assert "--trust" not in told, "the run and the evaluation assume untrusted-server"
+    shutil.copytree(place / "run", tmp_path / "run")
+    spec = tmp_path / "run" / "public" / "spec.toml"
+    spec.write_text(spec.read_text().replace('trust = "untrusted-server"', 'trust = "secure-aggregation"'))
+    assert evaluate(tmp_path, tmp_path / "b", "--delta", "1e-6", data=place / "test.csv") == 0
+    told = capsys.readouterr().err
+    assert "the run assumed secure-aggregation, this evaluation assumes untrusted-server (the default)" in told
+    assert "δ" not in told
+    given = ["--delta", "1e-6", "--trust", "secure-aggregation"]
+    assert evaluate(tmp_path, tmp_path / "c", *given, data=place / "test.csv") == 0
+    assert "note:" not in capsys.readouterr().err

@@ -34,12 +34,10 @@ from sordino.training.private_statistics import (
 )
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
+from tests.support import DIED
 
-SCHEMA = """
-[target]
-column = "died"
-levels = ["no", "yes"]
-[columns.age]
+SCHEMA = f"""
+{DIED}[columns.age]
 type = "number"
 within = [-1000, 1000]
 [columns.income]

@@ -186,14 +186,14 @@ def test_onnx_and_sklearn_hold_them_too(clinic, capsys):
 
 def test_a_model_of_noise_is_told(clinic, capsys):
     """At ε = 0.001 nothing is learnt, and the console says so."""
-    seen = ""
-    for schema in ("count.toml", "survival.toml"):
+    for schema, told in (("count", "its mean Poisson deviance is"), ("survival", "its concordance index is 0.4")):
         for seed in range(4):
-            words = ["run", "--data", "c.csv", "--schema", schema, "--epsilon", "0.001", "--seed", str(seed)]
+            words = ["run", "--data", "c.csv", "--schema", f"{schema}.toml", "--epsilon", "0.001", "--seed", str(seed)]
             assert main([*words, "--out", f"{schema}{seed}"]) == 0
-            seen += capsys.readouterr().out
-    assert "its mean Poisson deviance is" in seen
-    assert "its concordance index is 0.4" in seen
+            if told in capsys.readouterr().out:
+                break
+        else:
+            pytest.fail(f"of four models of noise, none is told by '{told}'")
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_the_attack_on_fedgd_is_nearly_tight(runs, least):
     ),
 )
 def test_halved_noise_is_found_out(unit, adjacency):
-    found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW, seed=1, noise_factor=0.5)
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW // 2, seed=1, noise_factor=0.5)
     assert found.broken
     assert found.tries == 3, "nobody is accused on the strength of one attack"
 
@@ -70,7 +70,7 @@ def test_methods_stay_below_their_certificates(name, pair):
 
 def test_a_sensitivity_claimed_too_small_is_found_out():
     method, _ = half_claimed(build("dp-fedgd"), AUDITED_MODEL)
-    found = audit("half", Privacy(1.0, 1e-5), runs=FEW, seed=2, method=method)
+    found = audit("half", Privacy(1.0, 1e-5), runs=FEW // 2, seed=2, method=method)
     assert found.reach == pytest.approx(2.0, abs=1e-3)
     assert found.broken
 
@@ -78,10 +78,10 @@ def test_a_sensitivity_claimed_too_small_is_found_out():
 @pytest.mark.parametrize("trust", tiers([Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER], 1))
 def test_sums_hide_as_much_as_is_certified(trust):
     for unit in Unit:
-        found = audit("dp-fedavg", Privacy(1.0, 1e-5, unit, trust=trust), runs=FEW, seed=3)
+        found = audit("dp-fedavg", Privacy(1.0, 1e-5, unit, trust=trust), runs=FEW // 2, seed=3)
         assert found.reach == pytest.approx(1.0, abs=1e-3)
         assert not found.broken
-    assert audit("dp-fedgd", Privacy(1.0, 1e-5, trust=trust), runs=FEW, seed=3, noise_factor=0.5).broken
+    assert audit("dp-fedgd", Privacy(1.0, 1e-5, trust=trust), runs=FEW // 2, seed=3, noise_factor=0.5).broken
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
         "sordino.privacy.participation.Sampling.draw", lambda self, uniforms, rate: np.flatnonzero(uniforms < 2 * rate)
     )
     privacy = Privacy(2.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
-    assert audit("dp-fedgd", privacy, runs=600, seed=3, batch="poisson:0.3").broken
+    assert audit("dp-fedgd", privacy, runs=400, seed=3, batch="poisson:0.3").broken
 
 
 def test_an_absent_record_is_in_no_minibatch():
@@ -260,6 +260,12 @@ SHAPES = {
 }
 
 
+# Of `make test`: less noise must be seen here. The others are tried with it in `make soak`.
+MUTATED = [
+    ("matrix", Trust.UNTRUSTED_SERVER),
+    ("client stream", Trust.UNTRUSTED_SERVER),
+    ("stream", Trust.SECURE_AGGREGATION),
+]
 LINEAR = ("minibatch", "stream", "message", "client", "client stream")  # of the others, sums do not tell all
 
 
@@ -285,7 +291,8 @@ def test_the_score_is_the_log_likelihood_ratio(shape, trust, runs):
         return float(m.mean() / m.std()) * len(m) ** 0.5, float(gap.mean() / gap.std()) * len(m) ** 0.5
 
     assert np.abs(law(runs)).max() < 4
-    assert law(150, 0.8)[1] < -4, "a fifth less noise would pass: the test cannot fail"
+    if runs > 100 or (shape, trust) in MUTATED:
+        assert law(150, 0.8)[1] < -4, "a fifth less noise would pass: the test cannot fail"
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
@@ -338,7 +345,7 @@ def _one_matrix():
         (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several queries"),
         (lambda: audit("dp-fedgd", Privacy(unit=Unit.CLIENT), batch="poisson:4"), "at client level nothing is claimed"),
         (lambda: audit("dp-fedgd", Privacy(adjacency=Adjacency.ADD_REMOVE), batch="fixed:4"), "under add-remove"),
-        (lambda: audit("dp-fedgd", batch="some"), "batch: 'some' has no number"),
+        (lambda: audit("dp-fedgd", batch="some"), r"batch \(in a Plan: sampling\): 'some' has no number"),
     ],
 )
 def test_mistakes_are_named(call, message):
@@ -347,7 +354,7 @@ def test_mistakes_are_named(call, message):
 
 
 def test_the_command(capsys, tmp_path):
-    words = ["audit", "dp-fedgd", "--runs", "500", "--seed", "1", "--unit", "record"]
+    words = ["audit", "dp-fedgd", "--runs", "200", "--seed", "1", "--unit", "record"]
     assert main([*words, "--json", str(tmp_path / "audit.json")]) == 0
     out = capsys.readouterr().out
     assert "replace-one" in out

@@ -1,5 +1,6 @@
 """Certificates of every kind of plan: complete, in JSON, confirmed by the second accountant, and put into words."""
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -14,6 +15,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
+from sordino.privacy.evidence import verify as verify_module
 from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of
 from sordino.privacy.evidence.signing import RunKey, fingerprint, of_site, signed
 from sordino.privacy.evidence.statement import statement
@@ -24,6 +26,7 @@ from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 from sordino.secagg.keys import Identity
+from tests.support import tiers
 
 SIZES = (40, 10, 25, 25)
 EVERY = frozenset((unit, trust) for unit in Unit for trust in Trust)
@@ -41,17 +44,46 @@ def plan_for(method=None, participation="full", divisor="pooled", rounds=6, **pr
     )
 
 
-@pytest.mark.parametrize("participation", ["full", "fixed:2", "poisson:0.4", "poisson:1e-9"])
-@pytest.mark.parametrize("divisor", list(Divisor))
-@pytest.mark.parametrize("trust", list(Trust))
-@pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
-def test_no_honest_certificate_is_rejected(unit, trust, divisor, participation):
+WHO = ["full", "fixed:2", "poisson:0.4", "poisson:1e-9"]
+ACCOUNTS = list(itertools.product([Unit.RECORD, Unit.CLIENT], Trust, WHO))  # divisors take turns
+
+
+@pytest.mark.parametrize(
+    ("unit", "trust", "participation", "divisor"),
+    tiers(
+        [(*account, divisor) for account in ACCOUNTS for divisor in Divisor],
+        [(*account, list(Divisor)[k % 5 % 2]) for k, account in enumerate(ACCOUNTS)],
+    ),
+)
+def test_no_honest_certificate_is_rejected(unit, trust, participation, divisor):
     plan = plan_for(None, participation, divisor, unit=unit, trust=trust)
     for done in (None, 3):
         cert = made(plan, done=done)
         assert verify(cert).problems == []
         assert cert["certified"]
         assert "Certified: ε = " in statement(cert)
+
+
+@pytest.mark.parametrize(
+    ("mu", "delta"), [(0.05, 1e-3), (0.3, 1e-6), (1.0, 1e-5), (1.0, 1e-10), (4.0, 1e-2), (20.0, 1e-5)]
+)
+def test_the_formula_of_verify_is_what_dp_accounting_computes(mu, delta):
+    """Its distributions are discretised, and rounded upwards."""
+    from dp_accounting import GaussianDpEvent
+    from dp_accounting.pld import PLDAccountant
+
+    found = verify_module._by_formula(mu, delta)
+    accountant = PLDAccountant(value_discretization_interval=1e-4 * mu)
+    accountant.compose(GaussianDpEvent(2 / mu), 4)
+    assert accountant.get_epsilon(delta) == pytest.approx(found, rel=1e-3)
+    assert verify_module._by_formula(1.01 * mu, delta) > 1.001 * found > 0
+
+
+def test_the_formula_of_verify_holds_at_its_ends():
+    assert verify_module._by_formula(1e-6, 1e-5) == 0.0
+    assert verify_module._by_formula(1e-3, 0.5) == 0.0
+    for mu, delta in itertools.product((1e-5, 0.1, 3.0, 100.0, 300.0), (0.3, 1e-9, 1e-200)):
+        assert verify_module._by_formula(mu, delta) == pytest.approx(gaussian.epsilon(mu, delta), rel=1e-8, abs=1e-12)
 
 
 UNCHECKED = "claims of its author and were not checked here"
@@ -352,3 +384,15 @@ def test_clients_whose_epsilons_look_alike_are_not_told_apart():
     other = {**cert, "groups": [group, {**group, "epsilon": group["epsilon"] / 2}]}
     assert "the client with the largest ε" in statement(other)
     assert "All clients have the same ε:" in statement({**cert, "groups": [group]})
+
+
+@pytest.mark.parametrize("done", [-1, 6, 2.5, True, "3"])
+def test_done_is_a_number_of_rounds(done):
+    with pytest.raises(SordinoError, match=r"done: .* must be a number of rounds, 0 to 5"):
+        certificate(plan_for(rounds=5), Secure(), version="1", done=done)
+
+
+def test_a_gradient_that_is_called_semidefinite_is_found():
+    cert = certificate(plan_for(rounds=5), Secure(), version="1")
+    cert["queries"][0]["semidefinite"] = True
+    assert any("terms of kind gradient are not semi-definite" in problem for problem in verify(cert).problems)
