@@ -53,7 +53,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
-from sordino.privacy.accounting import events
+from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
@@ -142,16 +142,19 @@ class Audit(NamedTuple):
 
 
 class OneRun(NamedTuple):
-    """A lower bound on epsilon from one run with many canaries.
+    """Lower bounds on epsilon from one run with many canaries.
 
     Attributes:
       method, unit, adjacency, trust: what was attacked.
       certified: the certified epsilon.
       delta: at which both epsilons hold.
-      lower: the lower bound.
+      lower_dp: the bound that assumes only (epsilon, delta)-DP.
+      lower_gaussian: the bound under Gaussian DP.
+      mu_lower: the largest refuted mu.
       canaries: how many the victim holds.
-      guesses: on how many canaries the attack bets.
-      right: how many guesses are right.
+      guesses: on how many canaries the attack bets for `lower_dp`.
+      right: how many of these guesses are right.
+      guesses_gaussian, right_gaussian: the same for `lower_gaussian`.
       rounds, confidence, tries, noise_factor, dtype: as in `Audit`.
     """
 
@@ -161,15 +164,24 @@ class OneRun(NamedTuple):
     trust: str
     certified: float
     delta: float
-    lower: float
+    lower_dp: float
+    lower_gaussian: float
+    mu_lower: float
     canaries: int
     guesses: int
     right: int
+    guesses_gaussian: int
+    right_gaussian: int
     rounds: int
     confidence: float
     tries: int
     noise_factor: float
     dtype: str
+
+    @property
+    def lower(self) -> float:
+        """The larger lower bound."""
+        return max(self.lower_dp, self.lower_gaussian)
 
     @property
     def broken(self) -> bool:
@@ -263,6 +275,9 @@ def one_run(
 ) -> OneRun:
     """Attack one run in which the victim holds many canaries.
 
+    Two bounds come from the same run: one assumes only (epsilon, delta)-DP, the other one the Gaussian DP that the
+    certificate states. Each bets on the number of canaries that suits it best.
+
     A fair coin per canary decides its state: present or absent (add-remove), unchanged or mirrored (replace-one). Each
     canary has its own coordinate of the model.
 
@@ -293,17 +308,40 @@ def one_run(
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
     attack, sources = _many_canaries(plan, canaries, dtype), _sources(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
-    guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
-    results: list[tuple[float, int]] = []
-    while len(results) < MAX_TRIES and (not results or results[-1][0] > certified):
+    counts = [
+        statistics.best_guesses(
+            canaries, spending.mu(plan), delta=delta, confidence=confidence, gaussian_dp=assumes_gaussian
+        )
+        for assumes_gaussian in (False, True)
+    ]
+    results: list[tuple[float, float, int, int]] = []
+    while len(results) < MAX_TRIES and (
+        not results or results[-1][0] > certified or gaussian.epsilon(results[-1][1], delta) > certified
+    ):
         coins = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
         canary_scores = _canary_scores(attack, coins, next(sources), noise_factor)
-        surest = canary_scores.abs().argsort(descending=True)[:guesses]
-        right = int(((canary_scores[surest] > 0) == coins[surest]).sum())
-        results.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
-    lower, right = min(results)
-    rest = (plan.rounds, confidence, len(results), noise_factor, _dtype_name(dtype))
-    return OneRun(*_names(name, plan), lower, canaries, guesses, right, *rest)
+        surest = canary_scores.abs().argsort(descending=True)
+        correct = ((canary_scores > 0) == coins)[surest]
+        right, right_gaussian = (int(correct[:count].sum()) for count in counts)
+        plain = statistics.by_one_run(canaries, counts[0], right, delta=delta, confidence=confidence)
+        mu = statistics.one_run_mu(canaries, counts[1], right_gaussian, confidence=confidence)
+        results.append((plain, mu, right, right_gaussian))
+    return OneRun(
+        *_names(name, plan),
+        lower_dp=min(plain for plain, *_ in results),
+        lower_gaussian=gaussian.epsilon(min(mu for _, mu, *_ in results), delta),
+        mu_lower=min(mu for _, mu, *_ in results),
+        canaries=canaries,
+        guesses=counts[0],
+        right=min(right for *_, right, _ in results),
+        guesses_gaussian=counts[1],
+        right_gaussian=min(right for *_, right in results),
+        rounds=plan.rounds,
+        confidence=confidence,
+        tries=len(results),
+        noise_factor=noise_factor,
+        dtype=_dtype_name(dtype),
+    )
 
 
 def plan_for(
