@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -201,6 +201,7 @@ def audit(
     method: Method | None = None,
     batch: str = FULL,
     dtype: torch.dtype = torch.float32,
+    tick: Callable[[int], None] = lambda runs: None,
 ) -> Audit:
     """Attack a method with many runs of each of two neighbouring data sets.
 
@@ -218,6 +219,7 @@ def audit(
       method: the method to attack; by default the registered one.
       batch: minibatches, as in a run (`poisson:4`, `fixed:4`). The victim holds twice as many records.
       dtype: of the runs.
+      tick: called with the number of runs that finished.
 
     Returns:
       The lower bounds, beside the certified epsilon.
@@ -234,7 +236,7 @@ def audit(
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
     tries: list[tuple[float, float, statistics.LowerBound]] = []
     while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
-        zero, one = (scores(attack, side, runs, sources, noise_factor) for side in (0, 1))
+        zero, one = (scores(attack, side, runs, sources, noise_factor, tick) for side in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
         tries.append((plain.epsilon, _by_account(plan, sharp) if sampled else sharp.epsilon, sharp))
@@ -429,11 +431,21 @@ def check_arguments(name: str, count: int, noise_factor: float, seed: int | None
     noise_from(seed)
 
 
-def scores(attack: Attack, side: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
-    """The log likelihood ratios of many runs of one data set."""
+def scores(
+    attack: Attack,
+    side: int,
+    runs: int,
+    sources: Iterator[Source],
+    noise_factor: float = 1.0,
+    tick: Callable[[int], None] = lambda runs: None,
+) -> np.ndarray:
+    """The log likelihood ratios of many runs of one data set. After each batch of runs, `tick` gets their number."""
     most = max(1, min(RUNS_PER_BATCH, RECORDS_IN_MEMORY // sum(attack.plan.sizes)))
     counts = [min(most, runs - start) for start in range(0, runs, most)]
-    parts = [watched(attack, side, next(sources), count, noise_factor).score() for count in counts]
+    parts = []
+    for count in counts:
+        parts.append(watched(attack, side, next(sources), count, noise_factor).score())
+        tick(count)
     return torch.cat(parts).numpy()
 
 
