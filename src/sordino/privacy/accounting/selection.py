@@ -20,8 +20,8 @@ f(Q(<= y)), so its weight at y is Q(y) times a mean of f'. Because a^l b^(1-l) i
 where q and q' are the probabilities of one event under the two data sets. The laws below differ in how they bound that
 maximum. Each run is mu-Gaussian-DP: its Rényi divergence of order l is at most l mu^2 / 2.
 
-The same lemma bounds the privacy profile without Rényi divergences, as Koskela, Redberg and Wang (2024) do. Let s be the
-maximum of f'(q) / f'(q') over the pairs that mu-Gaussian DP allows, and E[K] = f'(1) the largest f'. Then
+The same lemma bounds the privacy profile without Rényi divergences, as Koskela, Redberg and Wang (2024) do. Let s be
+the maximum of f'(q) / f'(q') over the pairs that mu-Gaussian DP allows, and E[K] = f'(1) the largest f'. Then
 
     delta(e) of the best of K  =  max over events of  integral Q f'(q) - exp(e) Q' f'(q')
                                <= integral f'(q) (Q - exp(e - log s) Q')_+  <=  E[K] delta(e - log s) of one run.
