@@ -22,16 +22,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "results"
 COMMAND = "python benchmarks/audit.py --again --seconds 3600"
 NAMES = ("method", "unit", "adjacency", "trust", "batch")
-NUMBERS = (
-    "certified",
-    "lower_thresholds",
-    "lower_gaussian",
-    "lower_account",
-    "reach",
-    "least_claim",
-    "runs",
-    "seconds",
-)
+NUMBERS = ("certified", "lower_thresholds", "lower_gaussian", "lower_account", "reach", "least_claim", "runs")
 COLUMNS = (*NAMES, *NUMBERS, "seconds")
 GOAL = 0.8  # of the certified epsilon
 
