@@ -50,6 +50,7 @@ MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse
 SAMPLERS = (
     "poisson add-remove",
     "poisson replace-one",
+    "fixed add-remove",
     "fixed replace-one",
     "poisson add-remove smoothed-discrete-gaussian",
     "poisson replace-one smoothed-discrete-gaussian",
