@@ -305,14 +305,18 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
     alone = [cost(k, part) for k, part in enumerate(kinds)]
     together = cost("all", *kinds)
     assert together > max(alone)
-    # One sampler's account with all others as if nothing had been sampled: here add-remove of the first.
+    # One adjacency's account with all others as if nothing had been sampled: here add-remove of the first.
     others = math.sqrt(sum(k.times * (k.sensitivity / k.std) ** 2 for k in kinds[1:]))
     assert together <= subsampled.epsilon([SampledGaussian(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (
         1 + 1e-9
     )
     assert together < gaussian.epsilon(math.hypot(others, 2.0), 1e-5)
+    # Poisson and fixed-size charges under one adjacency are both counted as sampled.
+    both = [SampledGaussian(0.1, 1.0, 4, sampler) for sampler in (Sampler.POISSON, Sampler.FIXED)]
+    own = cost("both", *kinds[1:3])
+    assert own == pytest.approx(subsampled.epsilon(both, 1e-5, Adjacency.REPLACE_ONE), rel=1e-9)
     with pytest.raises(SordinoError, match="sampler"):
-        cost("crossed", entry(0.1, "fixed add-remove"))
+        cost("crossed", entry(0.1, "cyclic add-remove"))
 
 
 def test_every_limit_ever_set_is_kept(tmp_path):

@@ -505,9 +505,9 @@ def _loss(x: Array, q: float, mu: float, way: str) -> Array:
         return np.logaddexp(math.log1p(-q), math.log(q) + mu * x - mu * mu / 2)
 
     if way == "vacate":
-        return against(x, 2 * mu) - against(x)
+        return np.asarray(against(x, 2 * mu) - against(x))
     if way == "fill":
-        return against(-x) - against(-x, 2 * mu)
+        return np.asarray(against(-x) - against(-x, 2 * mu))
     ahead = against(x) if way != "add" else np.zeros_like(x)
     return ahead - against(-x) if way != "remove" else ahead
 
@@ -521,7 +521,7 @@ def _where(loss: Array, q: float, mu: float, way: str) -> Array:
         # A quadratic in v = exp(mu x - mu²): v² = e^loss c v + (e^loss - 1) (1-q) / q with c = exp(mu²/2). With
         # v = e^loss c w it reads w² = w + t.
         t = (1 - q) / q * np.exp(-loss - mu * mu) * -np.expm1(-loss)
-        return 1.5 * mu + (loss + np.log1p(2 * t / (1 + np.sqrt(1 + 4 * t)))) / mu
+        return np.asarray(1.5 * mu + (loss + np.log1p(2 * t / (1 + np.sqrt(1 + 4 * t)))) / mu)
     if way == "fill":
         return -_where(-loss, q, mu, "vacate")
     if q == 1:
@@ -723,7 +723,9 @@ def _compose(
         mass, beyond = _discrete(q, pair, h, low, high)
         losses = h * np.arange(low, high + 1)
         infinite += times * beyond
-        slack += times * 1e-14 * (1 + max(abs(losses[0]), abs(losses[-1])) + max(pair.upper_mu, pair.lower_mu) ** 2)
+        largest = max(abs(losses[0]), abs(losses[-1]))
+        largest += 4 * pair.upper_mu**2 if pair.upper == "vacate" or pair.lower == "fill" else 0.0  # terms of `_where`
+        slack += times * 1e-14 * (1 + largest)
         with np.errstate(divide="ignore"):
             log_mass = np.log(mass)
         piece_k = _log_sum(log_mass + theta * losses)
