@@ -315,8 +315,9 @@ def test_a_record_carries_a_clipped_message_from_anywhere_to_anywhere(adjacency)
 @pytest.mark.parametrize("adjacency", Adjacency)
 def test_one_run_stays_below_and_finds_out(adjacency):
     found = one_run("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency), canaries=FEW, seed=5)
-    assert 0.5 < found.lower <= found.certified
+    assert 0.5 < found.lower_dp < found.lower_gaussian <= found.certified
     assert found.right <= found.guesses <= found.canaries == FEW
+    assert found.right_gaussian <= found.guesses_gaussian <= FEW
     assert one_run("dp-fedgd", Privacy(1.0, 1e-5, adjacency=adjacency), canaries=FEW, seed=5, noise_factor=0.2).broken
 
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
-from sordino.privacy.accounting import events
+from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
@@ -148,16 +148,19 @@ class Audit(NamedTuple):
 
 
 class OneRun(NamedTuple):
-    """A lower bound on epsilon from one run with many canaries.
+    """Lower bounds on epsilon from one run with many canaries.
 
     Attributes:
       method, unit, adjacency, trust: what was attacked.
       certified: the certified epsilon.
       delta: at which both epsilons hold.
-      lower: the lower bound.
+      lower_dp: the bound that assumes only (epsilon, delta)-DP.
+      lower_gaussian: the bound under Gaussian DP.
+      mu_lower: the largest refuted mu.
       canaries: how many the victim holds.
-      guesses: on how many canaries the attack bets.
-      right: how many guesses are right.
+      guesses: on how many canaries the attack bets for `lower_dp`.
+      right: how many of these guesses are right.
+      guesses_gaussian, right_gaussian: the same for `lower_gaussian`.
       rounds, confidence, tries, noise_factor, dtype: as in `Audit`.
     """
 
@@ -167,15 +170,24 @@ class OneRun(NamedTuple):
     trust: str
     certified: float
     delta: float
-    lower: float
+    lower_dp: float
+    lower_gaussian: float
+    mu_lower: float
     canaries: int
     guesses: int
     right: int
+    guesses_gaussian: int
+    right_gaussian: int
     rounds: int
     confidence: float
     tries: int
     noise_factor: float
     dtype: str
+
+    @property
+    def lower(self) -> float:
+        """The larger lower bound."""
+        return max(self.lower_dp, self.lower_gaussian)
 
     @property
     def broken(self) -> bool:
@@ -195,6 +207,7 @@ def audit(
     method: Method | None = None,
     batch: str = FULL,
     dtype: torch.dtype = torch.float32,
+    tick: Callable[[int], None] = lambda runs: None,
 ) -> Audit:
     """Attack a method with many runs of each of two neighbouring data sets.
 
@@ -212,6 +225,7 @@ def audit(
       method: the method to attack; by default the registered one.
       batch: minibatches, as in a run (`poisson:4`, `fixed:4`). The victim holds twice as many records.
       dtype: of the runs.
+      tick: called with the number of runs that finished.
 
     Returns:
       The lower bounds, beside the certified epsilon.
@@ -228,7 +242,7 @@ def audit(
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
     tries: list[tuple[float, float, statistics.LowerBound]] = []
     while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
-        zero, one = (scores(attack, side, runs, sources, noise_factor) for side in (0, 1))
+        zero, one = (scores(attack, side, runs, sources, noise_factor, tick) for side in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
         tries.append((plain.epsilon, _by_account(plan, sharp) if sampled else sharp.epsilon, sharp))
@@ -269,6 +283,9 @@ def one_run(
 ) -> OneRun:
     """Attack one run in which the victim holds many canaries.
 
+    Two bounds come from the same run: one assumes only (epsilon, delta)-DP, the other one the Gaussian DP that the
+    certificate states. Each bets on the number of canaries that suits it best.
+
     A fair coin per canary decides its state: present or absent (add-remove), unchanged or mirrored (replace-one). Each
     canary has its own coordinate of the model.
 
@@ -299,17 +316,40 @@ def one_run(
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
     attack, sources = _many_canaries(plan, canaries, dtype), _sources(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
-    guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
-    results: list[tuple[float, int]] = []
-    while len(results) < MAX_TRIES and (not results or results[-1][0] > certified):
+    counts = [
+        statistics.best_guesses(
+            canaries, spending.mu(plan), delta=delta, confidence=confidence, gaussian_dp=assumes_gaussian
+        )
+        for assumes_gaussian in (False, True)
+    ]
+    results: list[tuple[float, float, int, int]] = []
+    while len(results) < MAX_TRIES and (
+        not results or results[-1][0] > certified or gaussian.epsilon(results[-1][1], delta) > certified
+    ):
         coins = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
         canary_scores = _canary_scores(attack, coins, next(sources), noise_factor)
-        surest = canary_scores.abs().argsort(descending=True)[:guesses]
-        right = int(((canary_scores[surest] > 0) == coins[surest]).sum())
-        results.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
-    lower, right = min(results)
-    rest = (plan.rounds, confidence, len(results), noise_factor, _dtype_name(dtype))
-    return OneRun(*_names(name, plan), lower, canaries, guesses, right, *rest)
+        surest = canary_scores.abs().argsort(descending=True)
+        correct = ((canary_scores > 0) == coins)[surest]
+        right, right_gaussian = (int(correct[:count].sum()) for count in counts)
+        plain = statistics.by_one_run(canaries, counts[0], right, delta=delta, confidence=confidence)
+        mu = statistics.one_run_mu(canaries, counts[1], right_gaussian, confidence=confidence)
+        results.append((plain, mu, right, right_gaussian))
+    return OneRun(
+        *_names(name, plan),
+        lower_dp=min(plain for plain, *_ in results),
+        lower_gaussian=gaussian.epsilon(min(mu for _, mu, *_ in results), delta),
+        mu_lower=min(mu for _, mu, *_ in results),
+        canaries=canaries,
+        guesses=counts[0],
+        right=min(right for *_, right, _ in results),
+        guesses_gaussian=counts[1],
+        right_gaussian=min(right for *_, right in results),
+        rounds=plan.rounds,
+        confidence=confidence,
+        tries=len(results),
+        noise_factor=noise_factor,
+        dtype=_dtype_name(dtype),
+    )
 
 
 def plan_for(
@@ -395,11 +435,21 @@ def check_arguments(name: str, count: int, noise_factor: float, seed: int | None
     noise_from(seed)
 
 
-def scores(attack: Attack, side: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
-    """The log likelihood ratios of many runs of one data set."""
+def scores(
+    attack: Attack,
+    side: int,
+    runs: int,
+    sources: Iterator[Source],
+    noise_factor: float = 1.0,
+    tick: Callable[[int], None] = lambda runs: None,
+) -> np.ndarray:
+    """The log likelihood ratios of many runs of one data set. After each batch of runs, `tick` gets their number."""
     most = max(1, min(RUNS_PER_BATCH, RECORDS_IN_MEMORY // sum(attack.plan.sizes)))
     counts = [min(most, runs - start) for start in range(0, runs, most)]
-    parts = [watched(attack, side, next(sources), count, noise_factor).score() for count in counts]
+    parts = []
+    for count in counts:
+        parts.append(watched(attack, side, next(sources), count, noise_factor).score())
+        tick(count)
     return torch.cat(parts).numpy()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +30,7 @@ from sordino.errors import SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.laws import mechanism_of
-from sordino.privacy.mechanisms.random import Address, Source, is_exact
+from sordino.privacy.mechanisms.random import SharedDraws, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
@@ -114,11 +113,10 @@ def watched(
     records: AttackedRecords | None = None,
 ) -> Watch:
     """Observe runs of data set `side`, or of `records` between the two neighbours."""
-    watch, common = Watch(attack, side), SharedDraws(source.fresh(), runs, noise_factor)
+    watch, sources = Watch(attack, side), SharedDraws(source.fresh(), runs, noise_factor).rows()
     records = attack.neighbours[side] if records is None else records
     theta = attack.model.init().to(records.x).expand(runs, -1).clone()
     plan = replace(attack.plan, method=watch.method())
-    sources = [SharedDrawsRow(common, r) for r in range(runs)]
     for round_plan in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
         watch.observe_sum(plan.stage_of(round_plan.t), round_plan.aggregate)
     return watch
@@ -358,57 +356,3 @@ class Watch:
             stream[number_of_call] = ObservedRelease(*joined, past.variance + release.variance)
         else:
             stream.append(release)
-
-
-class SharedDraws:
-    """One draw of a source for all runs, cut into rows: as independent as separate draws, and much faster."""
-
-    def __init__(self, source: Source, runs: int, factor: float) -> None:
-        self._source, self._runs, self._factor = source, runs, factor
-        self._drawn: dict[Any, np.ndarray] = {}
-        self._sizes: dict[Address, int] = {}
-        self.private = source.private
-
-    def rows(self, name: str, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        key = (name, at, shape)
-        if key not in self._drawn:
-            whole = getattr(self._source, name)(at, (self._runs, *shape))
-            self._sizes[at] = math.prod(shape)
-            self._drawn[key] = self._factor * whole if name == "normal" else whole
-        return self._drawn[key]
-
-    def bounds(self, run: int, at: Address, element: int, words: int) -> tuple[Fraction, Fraction]:
-        """Bounds on the ideal normal of one run."""
-        assert is_exact(self._source)
-        low, high = self._source.bounds(at, run * self._sizes[at] + element, words)
-        return Fraction(self._factor) * low, Fraction(self._factor) * high
-
-    def words(self, at: Address, count: int) -> np.ndarray:
-        """One column per run, so that a longer draw of a run starts with the shorter one."""
-        return self._source.words(at, self._runs * count).reshape(count, self._runs)
-
-
-class SharedDrawsRow(NamedTuple):
-    """The source of one run: a row of the shared draws."""
-
-    common: SharedDraws
-    run: int
-
-    @property
-    def private(self) -> bool:
-        return self.common.private
-
-    def normal(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self.common.rows("normal", at, shape)[self.run])
-
-    def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
-        return self.common.bounds(self.run, at, element, words)
-
-    def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self.common.rows("uniform", at, shape)[self.run])
-
-    def words(self, at: Address, count: int) -> np.ndarray:
-        return self.common.words(at, count)[:, self.run]
-
-    def fresh(self) -> SharedDrawsRow:
-        return self

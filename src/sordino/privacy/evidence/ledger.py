@@ -781,7 +781,7 @@ class Spent:
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
-        """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as sampled, and no more."""
+        """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as such."""
         if self.gaussian:
             plain = gaussian.epsilon(math.sqrt(self.square), delta)
         else:  # all of it as concentrated DP, as if nothing were sampled
