@@ -317,7 +317,7 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
         return asked
     if name == SAMPLED and not arguments.batch and not arguments.one_run:
         asked += BATCHES
-    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch), privacy.adjacency)]
+    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch))]
 
 
 def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:
