@@ -33,6 +33,17 @@ LEAST_LOGIT, MOST_LOGIT = -2.0, 10.0  # of a rate that the curvature is taken at
 MIN_VARIANCE = 1e-20  # of P, which converges to 0 without noise
 
 
+class Setting(NamedTuple):
+    """Public numbers that the first curvature and prior depend on beside A."""
+
+    covariance_std: Tensor  # of the noise on A
+    outputs: Tensor  # columns of theta
+    residual: Tensor  # |p - y| at zero
+    quantities: Tensor  # 1 if labels are quantities, else 0
+    numeric: Tensor  # 1 if labels are quantities or counts, else 0
+    mean_noise: Tensor  # variance of the noise on the mean of all gradients
+
+
 class KalmanState(NamedTuple):
     """The state of `estimate_covariance` and `kalman`, along the eigenvectors of A."""
 
@@ -45,6 +56,7 @@ class KalmanState(NamedTuple):
     shift: Tensor  # of the constants of a survival model while it is trained, because its events are clipped
     cells: Tensor  # of a survival model, the noised histogram of its life table; else empty
     baseline: Baseline | tuple[()] = ()  # of a survival model, what its constants follow from at the end
+    setting: Tree = ()  # of `rules.first_round`, public numbers that it needs
 
 
 def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +94,7 @@ def estimate_covariance(most: float) -> Rule:
     """
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
-        one, std = theta.new_ones(1), torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
+        one, std = theta.new_ones(1), std_of(theta, facts)
         return KalmanState(one.view(1, 1), one, one, std, 0 * one, 0 * one, 0 * one, one[:0])
 
     def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
@@ -116,25 +128,15 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         before = getattr(before, "kalman", before)
         if not isinstance(before, KalmanState):
             raise SordinoError("stages: kalman must follow estimate_covariance or kalman.")
-        V, value, (rows, outputs) = before.vectors, before.curvature, matrix_of(facts)
-        nu = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta) / facts.mean_weight
+        V, value, (rows, _) = before.vectors, before.curvature, matrix_of(facts)
+        variance = noise_variance(theta, facts)
         if part is None or facts.intervals:
-            return before._replace(noise=nu.square())
+            return before._replace(noise=variance)
         if V.shape[-1] != rows:  # no client took part in the stage before
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
-        length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
-        residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)  # |p - y| at zero
-        certain = value
-        if facts.numeric and not facts.rates:  # an eigenvalue below the edge may be as large as it: step no further
-            certain = value.maximum(edge_of(before.noise.to(value), rows))
-        h = certain / outputs * (clip / (residual * length).clamp_min(clip))  # clipping lowers the curvature
-        if facts.numeric:  # a larger model would be a wrong one
-            after = before._replace(vectors=V, curvature=h, variance=prior**2 / (rows * value), noise=nu.square())
-            ones = torch.ones_like(theta[..., :1])
-            return after._replace(growth=ones, damping=DAMPING * ones) if facts.rates else after
-        mean_noise = nu.square() * (part / facts.rounds)  # variance of the noise on the mean of all gradients
-        P = raised(h, prior**2 / (rows * value), mean_noise)
-        return before._replace(vectors=V, curvature=h, variance=P, noise=nu.square())
+        setting = setting_of(theta, facts, before.noise, variance * (part / facts.rounds))
+        before = before._replace(noise=variance, **growth_of(theta, facts))
+        return begun(before, value, V, setting, clip=clip, prior=prior)
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         V, h, P, variance = state[:4]
@@ -148,6 +150,66 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         return unshifted(theta, state)
 
     return Rule(init, update, model=model)
+
+
+def setting_of(theta: Tensor, facts: Facts, covariance_std: Tensor, mean_noise: Tensor) -> Setting:
+    """The setting of a stage of gradients; `Setting` says what the arguments are."""
+    _, outputs = matrix_of(facts)
+    one = theta.new_ones(1)
+    residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)
+    kinds = float(facts.numeric and not facts.rates) * one, float(facts.numeric) * one
+    return Setting(covariance_std, outputs * one, residual * one, *kinds, mean_noise)
+
+
+def noise_variance(theta: Tensor, facts: Facts, number: int = 0, unit: float = 1.0) -> Tensor:
+    """The variance of the noise on a gradient, relative to what weights of classes leave of it.
+
+    Args:
+        theta: Parameters, whose type the result has.
+        facts: Of the stage.
+        number: Of the gradient among the noised queries of the stage.
+        unit: That the gradient is released in.
+    """
+    return (std_of(theta, facts, number) * (unit / facts.mean_weight)).square()
+
+
+def std_of(theta: Tensor, facts: Facts, number: int = 0) -> Tensor:
+    """The std of the noise on an answer of the stage."""
+    std = facts.query_stds[number] if number else facts.aggregate_std
+    return torch.as_tensor(std, dtype=torch.float64).to(theta)
+
+
+def growth_of(theta: Tensor, facts: Facts) -> dict[str, Tensor]:
+    """`growth` and `damping` of a KalmanState."""
+    rates = float(facts.rates) * torch.ones_like(theta[..., :1])
+    return {"growth": rates, "damping": DAMPING * rates}
+
+
+def begun(
+    state: KalmanState, value: Tensor, vectors: Tensor, setting: Setting, *, clip: float, prior: float
+) -> KalmanState:
+    """The state before the first step.
+
+    Args:
+        state: What else it holds.
+        value: Eigenvalues of A, as `spectrum` estimates them.
+        vectors: Its eigenvectors.
+        setting: Public numbers.
+        clip: Clip of a record's gradient.
+        prior: Standard deviation of a logit before training.
+
+    Returns:
+        The state with the curvature and the prior along the eigenvectors.
+    """
+    rows, outputs = value.shape[-1], setting.outputs
+    length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
+    # Of quantities, an eigenvalue below the edge may be as large as it: step no further.
+    edge = edge_of(setting.covariance_std.to(value), rows)
+    certain = torch.where(setting.quantities > 0, value.maximum(edge), value)
+    h = certain / outputs * (clip / (setting.residual * length).clamp_min(clip))  # clipping lowers the curvature
+    P = prior**2 / (rows * value)
+    P = torch.where(setting.numeric > 0, P, raised(h, P, setting.mean_noise))  # of numbers, a larger model is wrong
+    return state._replace(vectors=vectors, curvature=h, variance=P)
 
 
 def raised(h: Tensor, P: Tensor, noise: Tensor) -> Tensor:
