@@ -8,6 +8,7 @@ times the root of its part, and clipped as a whole to norm 1.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from sordino.core import Ask, Broadcast, Kind, Local, Query, Stage, Tree, Unit
 from sordino.errors import SordinoError
@@ -25,6 +26,15 @@ from sordino.rules.first_round import (
 from sordino.rules.life_table import first_hazard
 
 COVARIANCE_SHARE = 0.1  # of mu squared, for A
+
+
+class Steps(NamedTuple):
+    """Options of Kalman's steps; `few_round_stages` says what they are."""
+
+    clip: float
+    most: float
+    prior: float
+    doubt: float
 
 
 def few_round_stages(
@@ -48,21 +58,22 @@ def few_round_stages(
         SordinoError: Survival is asked for at client level.
     """
     spent = COVARIANCE_SHARE * (2 if intervals else 1)
-    own, steps = (1 - spent) / rounds, {"clip": clip, "most": most, "prior": prior, "doubt": doubt}
+    own, steps = (1 - spent) / rounds, Steps(clip, most, prior, doubt)
+    later: tuple[Query, ...]
     if unit is Unit.CLIENT:
         if intervals:
             raise SordinoError("few_rounds: a survival model at client level needs six rounds or more.")
-        stage = _client_stage(own, rounds, **steps)
+        stage = _client_stage(own, rounds, steps)
         later = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
     else:
-        stage = _record_stage(own, rounds, intervals, **steps)
+        stage = _record_stage(own, rounds, intervals, steps)
         later = (Query(Kind.GRADIENT, clip),)
     if rounds == 1:
         return (stage,)
-    return stage, Stage(Local(gradient), kalman(part=None, **steps), later)
+    return stage, Stage(Local(gradient), kalman(part=None, **steps._asdict()), later)
 
 
-def _record_stage(own: float, rounds: int, intervals: int, *, clip: float, most: float, **steps: float) -> Stage:
+def _record_stage(own: float, rounds: int, intervals: int, steps: Steps) -> Stage:
     """own: the first gradient's part of mu squared."""
 
     def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> FirstAnswers:
@@ -71,23 +82,24 @@ def _record_stage(own: float, rounds: int, intervals: int, *, clip: float, most:
     def compute_survival(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> SurvivalAnswers:
         return SurvivalAnswers(ask.tally(broadcast.theta), ask.gradient(broadcast.theta), ask.gram())
 
-    queries = Query(Kind.GRADIENT, clip, share=own), Query(Kind.GRAM, most, share=COVARIANCE_SHARE, psd=True)
+    gram = Query(Kind.GRAM, steps.most, share=COVARIANCE_SHARE, psd=True)
+    queries = Query(Kind.GRADIENT, steps.clip, share=own), gram
     if not intervals:
-        rule = first_step(clip=clip, most=most, part=1 / rounds, **steps)
+        rule = first_step(part=1 / rounds, **steps._asdict())
         return Stage(Local(compute, message=EMPTY_ANSWERS), rule, queries, rounds=1)
     table = Query(Kind.TALLY, 1.0, share=COVARIANCE_SHARE, psd=True)
-    rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), clip=clip, most=most, **steps)
+    rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), **steps._asdict())
     return Stage(Local(compute_survival, message=EMPTY_SURVIVAL_ANSWERS), rule, (table, *queries), rounds=1)
 
 
-def _client_stage(own: float, rounds: int, *, clip: float, most: float, **steps: float) -> Stage:
+def _client_stage(own: float, rounds: int, steps: Steps) -> Stage:
     """own: the first gradient's part of mu squared; the message's is that and the part of A."""
     part = own / (own + COVARIANCE_SHARE)
-    units = clip / math.sqrt(part), most / math.sqrt(1 - part)
+    units = steps.clip / math.sqrt(part), steps.most / math.sqrt(1 - part)
 
     def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return torch.cat([ask.gradient(broadcast.theta) / units[0], ask.gram().flatten(-2) / units[1]], -1)
 
-    rule = first_step(clip=clip, most=most, part=1 / rounds, units=units, **steps)
+    rule = first_step(part=1 / rounds, units=units, **steps._asdict())
     asked = Query(Kind.GRADIENT, noise=None), Query(Kind.GRAM, noise=None)
     return Stage(Local(compute), rule, (*asked, Query(Kind.DELTA, 1.0, share=own + COVARIANCE_SHARE)), rounds=1)

@@ -19,6 +19,8 @@ from sordino.core import Facts, Rule, Tree
 from sordino.lazy import Tensor, torch
 from sordino.rules.kalman import (
     KalmanState,
+    Setting,
+    SurvivalSetting,
     begun,
     growth_of,
     kalman,
@@ -27,6 +29,7 @@ from sordino.rules.kalman import (
     setting_of,
     spectrum,
     std_of,
+    unmeasured,
 )
 from sordino.rules.life_table import CurvatureState, LifeTableState, estimate_hazard_curvature, release_life_table
 
@@ -44,13 +47,6 @@ class SurvivalAnswers(NamedTuple):
     cells: Tensor
     gradient: Tensor
     gram: Tensor
-
-
-class SurvivalSetting(NamedTuple):
-    """Public numbers that `first_survival_step` needs."""
-
-    cells_std: Tensor  # of the noise on a cell of the life table
-    covariance_std: Tensor  # of the noise on A
 
 
 EMPTY_ANSWERS = FirstAnswers((), ())  # type: ignore[arg-type]
@@ -80,14 +76,16 @@ def first_step(
         rows, _ = matrix_of(facts)
         std = std_of(theta, facts, 0 if units else 1) * gram_unit
         variance = noise_variance(theta, facts, unit=gradient_unit)
-        setting = setting_of(theta, facts, std, variance * part)
+        setting = setting_of(theta, facts, clip, std, variance * part)
         one = theta.new_ones(1)
-        state = KalmanState(one, one, one, variance, **growth_of(theta, facts), shift=0 * one, cells=one[:0])
+        growth = growth_of(theta, facts)
+        state = KalmanState(one, one, one, variance, *growth, 0 * one, one[:0], secant=unmeasured(theta, facts))
         value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), std, most)  # if no client takes part
         return begun(state, value, V, setting, clip=clip, prior=prior)._replace(setting=setting)
 
     def update(answers: FirstAnswers | Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         size, setting = theta.shape[-1], state.setting
+        assert isinstance(setting, Setting)
         if isinstance(answers, Tensor):
             answers = FirstAnswers(gradient_unit * answers[..., :size], gram_unit * answers[..., size:])
         rows = math.isqrt(answers.gram[(0,) * (theta.dim() - 1)].numel())
@@ -123,6 +121,7 @@ def first_survival_step(*, intervals: int, first: float, clip: float, most: floa
 
     def update(answers: SurvivalAnswers, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         setting = state.setting
+        assert isinstance(setting, SurvivalSetting)
         table = LifeTableState(answers.cells, setting.cells_std, torch.ones_like(theta[..., -intervals:]))
         to_table, table = life_table.update(answers.cells, table, theta, t)
         known = CurvatureState(table, state._replace(noise=setting.covariance_std))
