@@ -122,7 +122,8 @@ def estimate_covariance(most: float) -> Rule:
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
         one, std = theta.new_ones(1), std_of(theta, facts)
-        return KalmanState(one.view(1, 1), one, one, std, 0 * one, 0 * one, 0 * one, one[:0])
+        zero, secant = 0 * one, unmeasured(theta, facts)
+        return KalmanState(one.view(1, 1), one, one, std, zero, zero, zero, one[:0], secant=secant)
 
     def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
@@ -163,8 +164,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
         setting = setting_of(theta, facts, clip, before.noise, variance * (part / facts.rounds))
         growth, damping = growth_of(theta, facts)
-        secant = unmeasured(theta, facts)
-        before = before._replace(noise=variance, growth=growth, damping=damping, secant=secant)
+        before = before._replace(noise=variance, growth=growth, damping=damping)
         return begun(before, value, V, setting, clip=clip, prior=prior)
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
