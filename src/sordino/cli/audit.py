@@ -356,7 +356,7 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
     first = privacy.trust is Trust.UNTRUSTED_SERVER or bool(arguments.trust)
     if name == SAMPLED and first and not arguments.batch and not arguments.one_run:
         asked += BATCHES
-    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch), privacy.adjacency)]
+    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch))]
 
 
 def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:

@@ -12,11 +12,16 @@ an untrusted server the adversary sees each noised answer of the victim, or each
 This is everything that the certificate counts as released, which may be more than what is sent. Runs use the dtype that
 ships, float32, or the requested one; scores are computed in float64.
 
-Minibatches: all records except the canary have a gradient of zero. So a release is noise alone unless the canary is in
-the minibatch, which happens with chance q. The adversary does not see whether it is:
+Poisson minibatches: all records except the canary have a gradient of zero. So a release is noise alone unless the
+canary is in the minibatch, which happens with chance q. The adversary does not see whether it is:
 
     log p_1 / p_0 = sum over releases of log (1 - q + q e_b) / (1 - q + q e_a),   e_c = exp((<released, c> - |c|^2 / 2)
     / std^2).
+
+If minibatches have a fixed size, all other records have the gradient that is opposite to the canary's: a canary that is
+drawn takes the place of one of them, and moves the sum by twice the clip. Data set 0 has one more of them instead of
+the canary (replace-one), or an empty place (add-remove). <released, c> and |c|^2 are then relative to a minibatch of
+these records.
 
 This mechanism is not Gaussian, so the attack refutes noise instead of a mu. It guesses "data set 1" if the score is
 above 0. The share of right guesses bounds the noise at which the account of sampling would allow so many right guesses,
@@ -79,6 +84,7 @@ RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 FAR_CANARY = 1000.0  # features of a class, whose score any noised model makes certain
 LEANING = -0.75, math.sqrt(1 - 0.75**2)  # neither mirrored nor turned: moves a gradient and its outer product at once
+OPPOSED = ", opposite company"
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
@@ -429,7 +435,7 @@ def plan_for(
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
     length = int(min(rounds or max(1, min(ROUNDS, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
-    if why := unattacked(method, sampling, privacy.adjacency):
+    if why := unattacked(method, sampling):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
     return Plan(
         method,
@@ -450,7 +456,7 @@ def audited_model(method: Method) -> Linear | Hazards | Trees:
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
 
 
-def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
+def unattacked(method: Method, sampling: Sampling) -> str:
     """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
         return ""
@@ -461,8 +467,6 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
         return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
     if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
         return "its bound or its noise is proved only for all records of a client; use batch = full"
-    if sampling.kind == "fixed" and adjacency is Adjacency.ADD_REMOVE:
-        return "nothing is proved for minibatches of a fixed size under add-remove; use replace-one, or poisson"
     if any(query.kind is Kind.COUNT or query.joint > 1 for query in noised):
         return "one minibatch answers several queries, which the attack does not support; use batch = full"
     return ""
@@ -544,7 +548,11 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         }
         if _proved_by_lemma(plan.method):
             companies = dict(reversed(companies.items()))
-    for (kind, others), (before, after) in itertools.product(companies.items(), pairs):
+    choices = list(itertools.product(companies.items(), pairs))
+    if plan.sampling.kind == "fixed" and model is AUDITED_MODEL:
+        opposed = OPPOSED, records["long mirrored"]
+        choices.insert(0, (opposed, ("absent" if joins else "long mirrored", "long")))
+    for (kind, others), (before, after) in choices:
         pair = [records[after if joins else before], records[after]]
         alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
         there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
@@ -552,7 +560,8 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
             there, here = (replace(each, y=(each.y > 0).long()) for each in (there, here))
         if joins and not whole:
             there = _without_first(there)
-        yield Attack(f"{before} / {after}{kind}", plan, model, (there, here), leaves=joins and whole)
+        name = f"{before} / {after}{kind}"
+        yield Attack(name, plan, model, (there, here), leaves=joins and whole, opposed=kind == OPPOSED)
 
 
 # --------------------------------------------------------------------------------------------------------- internals

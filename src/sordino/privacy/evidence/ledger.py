@@ -50,6 +50,7 @@ MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse
 SAMPLERS = (
     "poisson add-remove",
     "poisson replace-one",
+    "fixed add-remove",
     "fixed replace-one",
     "poisson add-remove smoothed-discrete-gaussian",
     "poisson replace-one smoothed-discrete-gaussian",
@@ -780,15 +781,15 @@ class Spent:
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def epsilon(self, delta: float) -> float:
-        """The smallest bound on epsilon: for each sampler, count its charges as sampled and all others as unsampled."""
+        """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as such."""
         if self.gaussian:
             plain = gaussian.epsilon(math.sqrt(self.square), delta)
         else:  # all of it as concentrated DP, as if nothing were sampled
             plain = concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
-        names = {key[0] for key in self.parts}
+        adjacencies = {key[0].partition(" ")[2] for key in self.parts}
         if self.gaussian:
-            names -= {""}
-        return min([plain, *(self._with(name, delta) for name in names)])
+            adjacencies -= {""}
+        return min([plain, *(self._under(adjacency, delta) for adjacency in adjacencies)])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
@@ -813,14 +814,14 @@ class Spent:
     def _sampled(self) -> bool:
         return any(key[0] for key in self.parts)
 
-    def _with(self, name: str, delta: float) -> float:
-        sampler, adjacency = name.split() if name else (Sampler.FULL, Adjacency.REPLACE_ONE)
-        releases = [
-            events.Release("", moved, std, times, *sampled, mechanism=mechanism)
-            for (part_sampler, rate, moved, std, mechanism), times in self.parts.items()
-            for sampled in [(rate, Sampler(sampler)) if name and part_sampler == name else (1.0, Sampler.FULL)]
-        ]
-        return events.epsilon(releases, delta, Adjacency(adjacency))
+    def _under(self, adjacency: str, delta: float) -> float:
+        """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
+        releases = []
+        for (sampler_and_adjacency, rate, moved, std, mechanism), times in self.parts.items():
+            sampler, _, its_adjacency = sampler_and_adjacency.partition(" ")
+            sampled = (rate, Sampler(sampler)) if sampler and its_adjacency == adjacency else (1.0, Sampler.FULL)
+            releases.append(events.Release("", moved, std, times, *sampled, mechanism=mechanism))
+        return events.epsilon(releases, delta, Adjacency(adjacency or Adjacency.REPLACE_ONE))
 
 
 def _chained(row: LedgerRow) -> str:
