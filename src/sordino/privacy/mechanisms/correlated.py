@@ -11,7 +11,7 @@ from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.random import Address, Source
 
 # By how much rounding of the factors may stretch the sensitivity of a stream. Clips are enforced with a margin
-# (`core.SAFETY`), of which sums use all but 8e-6 (docs/numerics.md).
+# (`core.SAFETY`), of which sums use all but 8e-6 (docs/proofs.md).
 MOST_STRETCH = 1e-6
 
 
