@@ -12,6 +12,7 @@ from sordino import checks
 from sordino.cli import main
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
+from sordino.privacy.evidence.ledger import Charge, Ledger
 
 
 def call(capsys, *words):
@@ -32,6 +33,23 @@ def test_privacy_goes_both_ways(capsys, epsilon, sigma):
     _, out, _ = call(capsys, "privacy", "--noise", str(found["noise"]), *flags)
     assert json.loads(out)["epsilon"] == pytest.approx(epsilon, rel=1e-9)
     assert json.loads(out)["mu"] == pytest.approx(found["mu"], rel=1e-9)
+
+
+def test_budget_shares_what_a_ledger_has_left(capsys, tmp_path):
+    path = tmp_path / "ledger.db"
+    with Ledger(path, epsilon=8.0, delta=1e-6) as ledger:
+        ledger.charge([Charge("patients", 0, "gradient", 1.0, 1.0, 1, "first")])
+        left = ledger.left("patients")
+    _, out, _ = call(capsys, "budget", "--ledger", str(path), "--runs", "1", "--json")
+    found = json.loads(out)
+    assert found["runs"][0]["epsilon"] == pytest.approx(left, rel=1e-9)
+    assert (found["account"], found["limit"], found["delta"]) == ("patients", pytest.approx(8.0), 1e-6)
+    status, out, _ = call(capsys, "budget", "--limit", "8", "--shares", "3,1,1")
+    assert status == 0
+    assert "60.0%  5.8971" in out
+    status, _, err = call(capsys, "budget", "--ledger", str(path), "--runs", "2", "--account", "others")
+    assert status == 2
+    assert "--account: 'others' is not in the ledger" in err
 
 
 def test_privacy_in_words_and_without_records(capsys):
@@ -133,6 +151,10 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
         ([], "sordino: COMMAND is missing; see sordino --help"),
+        (["budget", "--limit", "3"], "budget: give one of --runs, --shares"),
+        (["budget", "--runs", "2"], "--limit: give the epsilon over all runs, or a --ledger that has a limit"),
+        (["budget", "--limit", "3", "--runs", "0"], "--runs: 0 must lie in [1, 1000]"),
+        (["budget", "--limit", "3", "--shares", "1,x"], "--shares: '1,x' must be numbers"),
         (["ledger"], "ledger: name a step: show, export, new-account or compact"),
         (["ledger", "show"], "ledger show: LEDGER.db is missing; see sordino ledger show --help"),
         (["privacy"], "privacy: give one of --epsilon, --noise"),

@@ -285,6 +285,9 @@ class Independent(Noise):
     """Fresh Gaussian noise for every release."""
 
 
+MOST_ERROR = 1e-3  # of the inverse of a covariance
+
+
 @dataclass(frozen=True)
 class Correlated(Noise):
     """Release t carries `decoder[t] @ z` for standard normals z, and is paid for as one release of `encoder @ x`.
@@ -307,6 +310,31 @@ class Correlated(Noise):
         rounds = np.asarray(rounds)
         chosen: Any = slice(len(rounds)) if np.array_equal(rounds, np.arange(len(rounds))) else rounds  # a view is fast
         return float(np.sqrt((self._moves[:, chosen].sum(1) ** 2).sum()))
+
+    def released_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `sensitivity`, of a stream that nobody else adds to and whose other rows nobody sees.
+
+        The releases of these rounds are x + n with n of covariance S = D D^T, D the decoder's rows of these rounds.
+        With S = L L^T they are a function of L^-1 x + z and the reverse, and L^-1 is lower triangular. So they are one
+        Gaussian release, and its squared sensitivity, x^T S^-1 x, is at most the sum of |S^-1|.
+        """
+        rounds = np.asarray(rounds)
+        bound = self.sensitivity(rounds)
+        if not len(rounds):
+            return bound
+        rows = self.decoder[rounds]
+        covariance = rows @ rows.T
+        try:
+            inverse = np.linalg.inv(covariance)
+        except np.linalg.LinAlgError:
+            return bound
+        # With R = 1 - S inverse, S^-1 = inverse (1 - R)^-1: its entries sum to at most those of `inverse` / (1 - |R|).
+        # The second term bounds the rounding of both products.
+        rounding = 8 * (len(rounds) + rows.shape[1]) * 2.0**-52 * (np.abs(rows) @ (np.abs(rows).T @ np.abs(inverse)))
+        error = float((np.abs(np.eye(len(rounds)) - covariance @ inverse) + rounding).sum(1).max())
+        if not error < MOST_ERROR:  # too few digits are left of the inverse
+            return bound
+        return min(bound, math.sqrt(float(np.abs(inverse).sum()) / (1 - error)))
 
     @cached_property
     def _moves(self) -> np.ndarray:

@@ -18,6 +18,7 @@ from typing import Any
 from sordino.cli import (
     advise,
     audit,
+    budget,
     check,
     compare,
     estimate,
@@ -55,6 +56,7 @@ COMMANDS = (
     schema,
     federate,
     ledger,
+    budget,
 )
 
 

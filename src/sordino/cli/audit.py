@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, plain, table
 from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
@@ -26,6 +27,11 @@ Columns of the table:
 
 If a lower bound lies above the certified epsilon, the audit repeats it twice with fresh noise. If it stays above, the
 guarantee is broken and the exit status is 1.
+
+Given the folder of a finished run, the audit repeats that run on its own data, many times, with and without a change of
+one canary: a real record with a wrong label. One attacker sees the final model, one sees every model. The results are
+statements about these two attacks, not about privacy in general, and they are not differentially private: they are as
+confidential as the records. They go into the run's private/ (audit.json, audit.png).
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")
@@ -36,6 +42,10 @@ CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
 CAPTION = (
     "reach: mu that the attack achieves over the certified mu, 100 % where no attack can be stronger; least claim: the "
     "same for the query whose bound the attack reaches least"
+)
+ONE_RUN_CAPTION = (
+    "by any DP: lower bound that assumes only (ε, δ)-DP; by Gaussian DP, which the certificate claims: the ε of the "
+    "largest mu that the guesses refute"
 )
 
 
@@ -51,11 +61,15 @@ def add(commands: Any) -> None:
         "sordino audit dp-fedgd --batch poisson:4             minibatches\n"
         "sordino audit dp-fedgd --one-run                     one run, thousands of canaries\n"
         "sordino audit evaluation --trust secure-aggregation  the noised counts of a private evaluation\n"
+        "sordino audit runs/auto-20260101-120000              a finished run: what its models reveal of one record\n"
         "sordino audit --all --json results/audit.json",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
     parser.add_argument(
-        "method", nargs="*", metavar="METHOD", help="names from 'sordino methods', calibrate, evaluation, statistics"
+        "method",
+        nargs="*",
+        metavar="METHOD|RUN_DIR",
+        help="names from 'sordino methods', calibrate, evaluation, statistics; or the folder of a finished run",
     )
     parser.add_argument("--all", action="store_true", help="audit every method")
     parser.add_argument(
@@ -66,7 +80,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--adjacency", metavar="X", help=f"{', '.join(Adjacency)} (default: both)")
     parser.add_argument("--trust", metavar="X", help=f"{', '.join(Trust)} (default: the first that is proved)")
     parser.add_argument(
-        "--runs", type=int, metavar="N", help="runs per data set (default: 10000); with --one-run: canaries"
+        "--runs",
+        type=int,
+        metavar="N",
+        help="runs per data set (default: 10000; of a finished run 500); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(
@@ -92,27 +109,127 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    if any(map(is_folder, arguments.method)):
+        return _act_on_a_run(arguments)
     jobs = list(_jobs(arguments))
     if not jobs:
         raise SordinoError("audit: no method is certified for these options; change --batch, --unit or --adjacency.")
     rows: list[Any] = []
-    with bar("auditing", len(jobs)) as progress:
-        for job in jobs:
-            rows.append(job())
-            if arguments.json not in (None, "-"):  # `--all` takes an hour: what is done must not be lost
+    runs = 1 if arguments.one_run else 2 * runs_of(arguments)
+    with bar("auditing", len(jobs) * runs) as progress:
+        for number, job in enumerate(jobs):
+            progress.update(shown=f"row {number + 1} of {len(jobs)}, {job.args[0]}")
+            rows.append(job() if arguments.one_run else job(tick=progress))
+            if arguments.json not in (None, "-"):  # `--all` takes long: what is done must not be lost
                 emit(arguments, _documents(rows))
-            progress()
+            progress.update(completed=(number + 1) * runs)  # a bound that is estimated again takes more runs
     if not emit(arguments, _documents(rows)):
         (_one_run_table if arguments.one_run else _table)(rows)
         _tell(rows)
     return 1 if any(each.broken for each in rows) else 0
 
 
+def runs_of(arguments: argparse.Namespace) -> int:
+    """Runs per data set."""
+    from sordino.checks.audit import attacks
+
+    return attacks.RUNS if arguments.runs is None else int(arguments.runs)
+
+
+def is_folder(name: str) -> bool:
+    """Whether a word names a folder, and no method."""
+    from sordino.methods import REGISTRY
+
+    return name not in REGISTRY and Path(name).is_dir()
+
+
+FOR_METHODS = (
+    "all",
+    "one_run",
+    "unit",
+    "adjacency",
+    "trust",
+    "rounds",
+    "batch",
+    "set",
+)  # flags that a run fixes itself
+
+
+def _act_on_a_run(arguments: argparse.Namespace) -> int:
+    """Audit a finished run on its own data."""
+    import json
+
+    from sordino import files
+    from sordino.studies import black_box, black_box_picture
+    from sordino.training.folder import RunFolder
+    from sordino.training.run import prepare, reopen
+
+    if len(arguments.method) > 1:
+        raise SordinoError("audit: name one folder of a run, and nothing else.")
+    for name in FOR_METHODS:
+        if getattr(arguments, name):
+            flag = name.replace("_", "-")
+            raise SordinoError(f"--{flag}: a finished run is audited with its own settings; leave --{flag} out.")
+    out = Path(arguments.method[0])
+    folder = RunFolder.find(out)
+    if not (folder.public / "certificate.json").is_file():
+        raise missing_certificate(folder)
+    run = prepare(reopen(out))
+    runs = black_box.RUNS if arguments.runs is None else arguments.runs
+    with bar("repeating the run", black_box.steps(runs), timed=run.resolved.source.open) as progress:
+        result = black_box.attack(
+            run, runs=runs, noise_factor=arguments.noise_factor, seed=arguments.seed, tick=progress
+        )
+    document = result.document()
+    files.write(folder.private / "audit.json", (json.dumps(plain(document), indent=2) + "\n").encode())
+    drawn = black_box_picture.draw(result, folder.private / "audit.png")
+    if not emit(arguments, document):
+        _tell_of_a_run(result, folder.private, drawn)
+    return 1 if result.broken else 0
+
+
+def missing_certificate(folder: Any) -> SordinoError:
+    """The error for a folder that holds no finished run."""
+    from sordino.training.folder import missing
+
+    return missing(folder.public / "certificate.json", "audit")
+
+
+def _tell_of_a_run(result: Any, private: Path, drawn: bool) -> None:
+    page = console()
+    table(
+        ("attacker sees", "right guesses", "allowed", "AUC", "certified ε", "by thresholds", "under Gaussian DP", ""),
+        [
+            (
+                *(each.sees, f"{each.right:.1%}", f"{result.guess:.1%}", f"{each.auc:.3f}", f"{result.certified:.4g}"),
+                f"{each.lower_thresholds:.3f}",
+                "" if each.lower_gaussian is None else f"{each.lower_gaussian:.3f}",
+                _verdict(result),
+            )
+            for each in result.attackers
+        ],
+    )
+    page.print(
+        f"lower bounds on ε at {result.confidence:.0%} confidence, δ = {result.delta:g}, {result.runs:,} runs per data "
+        f"set; canary: {result.canary}"
+    )
+    if result.noise_factor != 1:
+        page.print(f"the noise was multiplied by {result.noise_factor:g} on purpose; the certificate does not know it")
+    page.print(
+        "These are results of two attacks on one canary. They say nothing about other attacks or other records: only "
+        "the certificate does."
+    )
+    page.print(
+        "They are computed from the records without protection: as confidential as the records, for their owner alone."
+    )
+    page.print(f"files  {private / 'audit.json'}{', audit.png' if drawn else ''}: must not be published", markup=False)
+
+
 def _documents(rows: Sequence[Any]) -> list[dict[str, Any]]:
     return [{**each._asdict(), "broken": each.broken} for each in rows]
 
 
-def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
+def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
     """All requested audits. Their arguments are checked before the first one runs."""
     import torch
 
@@ -128,8 +245,7 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
     if arguments.one_run and arguments.batch:
         raise SordinoError("batch: an audit in one run uses all records; leave out --batch.")
     call, counted = (attacks.one_run, "canaries") if arguments.one_run else (attacks.audit, "runs")
-    count = attacks.RUNS if arguments.runs is None else arguments.runs
-    attacks.check_arguments(counted, count, arguments.noise_factor, arguments.seed)
+    attacks.check_arguments(counted, runs_of(arguments), arguments.noise_factor, arguments.seed)
     options = {counted: arguments.runs, "rounds": arguments.rounds, "seed": arguments.seed}
     rest = {key: value for key, value in options.items() if value is not None} | {
         "noise_factor": arguments.noise_factor
@@ -151,7 +267,7 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[Callable[[], Any]]:
                 yield partial(call, name, privacy, method=method, **how)
 
 
-def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:
     """Audits of a release that trains nothing, such as an evaluation."""
     from sordino.checks.audit import tallies as attack
     from sordino.checks.tallies import tallies
@@ -171,7 +287,7 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
             yield partial(attack.audit, name, tallies()[name], privacy, **options)
 
 
-def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[Callable[[], Any]]:
+def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
     """Audits of DP-FedGD with calibrated intercepts and slope, on a model of two classes."""
     from sordino.checks.audit import attacks
     from sordino.methods import entry
@@ -201,7 +317,7 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
         return asked
     if name == SAMPLED and not arguments.batch and not arguments.one_run:
         asked += BATCHES
-    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch), privacy.adjacency)]
+    return [batch for batch in asked if not unattacked(method, Sampling.parse(batch))]
 
 
 def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy, Method]]:
@@ -249,13 +365,15 @@ def _table(rows: list[Any]) -> None:
 
 
 def _one_run_table(rows: list[Any]) -> None:
-    columns = ("method", "unit", "adjacency", "trust", "certified ε", "lower bound", "right guesses", "canaries", "")
+    columns = ("method", "unit", "adjacency", "trust", "certified ε", "by any DP", "right", "by Gaussian DP", "right")
     table(
-        columns,
+        (*columns, "canaries", ""),
         [
             (
                 *(r.method, r.unit, r.adjacency, r.trust, f"{r.certified:.4g}"),
-                *(f"{r.lower:.3f}", f"{r.right} of {r.guesses}", str(r.canaries)),
+                *(f"{r.lower_dp:.3f}", f"{r.right} of {r.guesses}"),
+                *(f"{r.lower_gaussian:.3f}", f"{r.right_gaussian} of {r.guesses_gaussian}"),
+                str(r.canaries),
                 _verdict(r),
             )
             for r in rows
@@ -274,8 +392,7 @@ def _verdict(row: Any) -> str:
 
 def _tell(rows: list[Any]) -> None:
     first = rows[0]
-    if not hasattr(first, "canaries"):
-        console().print(CAPTION)
+    console().print(ONE_RUN_CAPTION if hasattr(first, "canaries") else CAPTION)
     runs = (
         f"{first.canaries:,} canaries in one run" if hasattr(first, "canaries") else f"{first.runs:,} runs per data set"
     )

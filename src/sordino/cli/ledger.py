@@ -66,11 +66,11 @@ def act(arguments: argparse.Namespace) -> int:
     raise SordinoError("ledger: name a step: show, export, new-account, any-choice or compact.")
 
 
-def _open(arguments: argparse.Namespace) -> Any:
+def open_ledger(file: str) -> Any:
+    """The ledger at this path, or of this run, to read."""
     from sordino.privacy.evidence.ledger import Ledger
 
-    check_json(arguments)
-    path = _path(arguments)
+    path = _path(file)
     if not path.is_file():
         from sordino.training.folder import missing
 
@@ -78,12 +78,17 @@ def _open(arguments: argparse.Namespace) -> Any:
     return Ledger(path, read_only=True)
 
 
+def _open(arguments: argparse.Namespace) -> Any:
+    check_json(arguments)
+    return open_ledger(arguments.file)
+
+
 def _new_account(arguments: argparse.Namespace) -> int:
     from sordino.privacy.evidence.ledger import Ledger
 
     with _open(arguments):  # a path without a ledger must not become one
         pass
-    with Ledger(_path(arguments)) as ledger:
+    with Ledger(_path(arguments.file)) as ledger:
         before = ledger.accounts()
         who = ledger.new_account(arguments.why)
         opened = ledger.accounts()[-1]
@@ -101,7 +106,7 @@ def _any_choice(arguments: argparse.Namespace) -> int:
 
     with _open(arguments):  # a path without a ledger must not become one
         pass
-    with Ledger(_path(arguments)) as ledger:
+    with Ledger(_path(arguments.file)) as ledger:
         ledger.allow_any_choice()
         limits = ledger.limits()
         delta = min((d for _, d in limits), default=1e-5)
@@ -119,7 +124,7 @@ def _compact(arguments: argparse.Namespace) -> int:
 
     with _open(arguments):  # a path without a ledger must not become one
         pass
-    path = _path(arguments)
+    path = _path(arguments.file)
     before, runs = path.stat().st_size, path.parent / "runs"
     over = [run.name for run in sorted(runs.glob("*/")) if (run / "certificate.json").exists()]
     over = [name for name in over if not (runs / name / "secret").exists()]  # until then a site may be asked again
@@ -136,11 +141,11 @@ def _compact(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _path(arguments: argparse.Namespace) -> Path:
+def _path(file: str) -> Path:
     """The ledger at this path, or of the run whose directory or public file this is."""
     from sordino.training.folder import RunFolder
 
-    named = Path(arguments.file)
+    named = Path(file)
     place = RunFolder.find(named)
     return place.private / "ledger.db" if named.is_dir() or named.parent == place.public != place.private else named
 
@@ -151,7 +156,7 @@ def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
 
     from sordino.training.folder import RunFolder
 
-    path = RunFolder.find(_path(arguments)).public / "certificate.json"
+    path = RunFolder.find(_path(arguments.file)).public / "certificate.json"
     try:
         head = json.loads(path.read_text(encoding="utf-8"))["ledger"]
         return {"head": str(head["head"]), "rows": int(head["rows"])}

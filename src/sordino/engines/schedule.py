@@ -157,8 +157,8 @@ def noise_is_added_to_sum(plan: Plan, stage: Stage) -> bool:
 def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) -> np.ndarray:
     """Draw a client's minibatch: the record in each slot, or -1 for an empty slot.
 
-    The number of slots is public. Under Poisson sampling each drawn record takes a random free slot, so a record that
-    joins the minibatch moves no other record and does not change how another record is rounded.
+    The number of slots is public. Each drawn record takes a random free slot, so a record that joins the minibatch, or
+    takes the place of another one, moves no other record and does not change how another record is rounded.
 
     Args:
         source: The run's randomness.
@@ -175,8 +175,7 @@ def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) 
     else:
         uniforms = source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),))
         drawn = round_plan.sampling.draw(uniforms, rate)
-        shuffled = round_plan.sampling.kind == "poisson"
-        order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,))) if shuffled else np.arange(slots)
+        order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,)))
     drawn = drawn[drawn < size][:slots]
     record_in_slot = np.full(slots, -1)
     record_in_slot[order[: len(drawn)]] = drawn

@@ -70,7 +70,7 @@ from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
 from sordino.privacy.mechanisms.gaussian import Draw, stack
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
-from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted
+from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted, joint_source
 from sordino.privacy.plan import Plan, continues_stream
 from sordino.tree import rebuild, tree_map
 
@@ -361,6 +361,11 @@ class BatchedClients:
         noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
         return Draw.plain(noise if self.lead else noise[0])
 
+    @cached_property
+    def _joint(self) -> Source | None:
+        """A source that draws for all runs by one call, if the runs' sources are its rows; None otherwise."""
+        return joint_source(self.sources) if self.lead else None
+
     def _at_once(self, query: Query) -> bool:
         plain = mechanism_of(query.noise).is_plain and query.kind not in MATRICES
         return plain and all(isinstance(source, Counted) for source in self.sources)
@@ -378,6 +383,11 @@ class BatchedClients:
         if self._at_once(query):
             drawn = self._counted(at, shape).transpose(0, 1)
             return Draw.plain(drawn if self.lead else drawn[0])
+        if self._joint is not None:
+            runs = (len(self.sources), *shape)
+            return stack([standard_noise(self._joint, query, a, round_plan.first, runs) for a in at], 1).to(
+                self.records.x.device
+            )
         draws = [
             stack([standard_noise(source, query, a, round_plan.first, shape) for a in at]) for source in self.sources
         ]

@@ -21,7 +21,6 @@ import numpy as np
 from sordino.core import (
     SAMPLED,
     SEMIDEFINITE,
-    Adjacency,
     Divisor,
     Kind,
     Method,
@@ -134,8 +133,7 @@ class Plan:
             return False
         if any(mechanism_of(query.noise).spans_rounds for _, _, query in noised_queries(self)):
             return False
-        fixed = self.participation.kind == "fixed" and self.privacy.adjacency is Adjacency.REPLACE_ONE
-        return (fixed or self.participation.kind == "poisson") and self.participation.rate(self.clients) < 1
+        return self.participation.kind in ("fixed", "poisson") and self.participation.rate(self.clients) < 1
 
     @cached_property
     def stage_rounds(self) -> tuple[int, ...]:
@@ -243,11 +241,6 @@ def unbounded_sampling(plan: Plan) -> str:
         return (
             f"{plan.sampling} with person_clients = {plan.privacy.person_clients}: there is no account of a person "
             "whom several clients draw separately. Use batch = full."
-        )
-    if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
-        return (
-            f"{plan.sampling} under add-remove: one more record changes which others are drawn, and nothing is "
-            "proved for that. Use poisson, or adjacency = replace-one."
         )
     return ""
 

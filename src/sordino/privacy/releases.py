@@ -86,7 +86,7 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
     keys = [column.tobytes() for column in np.packbits(table, axis=0).T]
     for key, column in zip(keys, table.T, strict=True):
         if key not in factors:
-            factors[key] = mechanism.sensitivity_factor(np.flatnonzero(column))
+            factors[key] = mechanism.sensitivity_factor(np.flatnonzero(column), not plan.only_sums_visible)
     return table.any(0).astype(int), np.array([factors[key] for key in keys])
 
 

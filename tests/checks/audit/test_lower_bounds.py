@@ -1,18 +1,21 @@
 """Lower bounds hold as often as they say. Rates of failure are held against 5 % plus 4 standard errors."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
 from scipy.special import ndtr, ndtri
-from scipy.stats import beta
+from scipy.stats import beta, binom
 
 from sordino.checks.audit.lower_bounds import (
     best_guesses,
     best_threshold,
     by_gaussian,
     by_one_run,
+    by_one_run_gaussian,
     by_thresholds,
+    one_run_mu,
     one_run_p_value,
     upper,
 )
@@ -103,22 +106,80 @@ def test_one_run_holds_for_randomised_response():
     assert np.median(bounds) > 0.7 * epsilon
 
 
+def guessed(rng, mu, canaries, guesses):
+    """The right ones among the surest guesses about a Gaussian mechanism with a coordinate for each canary."""
+    coins = rng.integers(2, size=canaries)
+    score = mu * (2 * coins - 1) / 2 + rng.normal(size=canaries)
+    sure = np.argsort(-np.abs(score))[:guesses]
+    return int(((score[sure] > 0) == coins[sure]).sum())
+
+
+def repeated(rng, mu, canaries, guesses, repetitions, bound):
+    """The bounds of many single runs."""
+    right = [guessed(rng, mu, canaries, guesses) for _ in range(repetitions)]
+    known = {v: bound(canaries, guesses, v) for v in set(right)}
+    return np.array([known[v] for v in right])
+
+
 @pytest.mark.parametrize("epsilon", [1.0, 4.0])
 def test_one_run_holds_for_the_gaussian_mechanism(epsilon):
-    rng, repetitions, canaries = np.random.default_rng(7), 300, 1000
-    mu = gaussian.mu(epsilon, DELTA)
+    rng, mu, canaries = np.random.default_rng(7), gaussian.mu(epsilon, DELTA), 1000
     guesses = best_guesses(canaries, mu, delta=DELTA)
-    known, bounds = {}, []
-    for _ in range(repetitions):
-        uniforms = rng.integers(2, size=canaries)
-        score = mu * (2 * uniforms - 1) / 2 + rng.normal(size=canaries)
-        sure = np.argsort(-np.abs(score))[:guesses]
-        right = int(((score[sure] > 0) == uniforms[sure]).sum())
-        if right not in known:
-            known[right] = by_one_run(canaries, guesses, right, delta=DELTA)
-        bounds.append(known[right])
-    assert np.mean(np.array(bounds) > epsilon) <= allowed(0.05, repetitions)
+    bounds = repeated(rng, mu, canaries, guesses, 300, partial(by_one_run, delta=DELTA))
+    assert np.mean(bounds > epsilon) <= allowed(0.05, 300)
     assert np.median(bounds) > 0.15 * epsilon
+
+
+@pytest.mark.parametrize("epsilon", [0.25, 4.0])
+def test_one_run_under_gaussian_dp_holds_and_is_tighter(epsilon):
+    rng, mu, canaries = np.random.default_rng(8), gaussian.mu(epsilon, DELTA), 1000
+    guesses = best_guesses(canaries, mu, delta=DELTA, gaussian_dp=True)
+    bounds = repeated(rng, mu, canaries, guesses, 1000, partial(by_one_run_gaussian, delta=DELTA))
+    assert np.mean(bounds > epsilon) <= allowed(0.05, 1000)
+    if epsilon == 4.0:
+        plain = repeated(
+            rng, mu, canaries, best_guesses(canaries, mu, delta=DELTA), 300, partial(by_one_run, delta=DELTA)
+        )
+        assert np.median(bounds) > 1.3 * np.median(plain)
+
+
+def test_a_one_run_bound_of_less_confidence_would_be_caught():
+    """At small mu the bound is nearly exact: at a confidence of 0.8 it exceeds the truth in 8 to 20 % of the runs."""
+    rng, mu, canaries = np.random.default_rng(9), 0.05, 60
+    bounds = repeated(rng, mu, canaries, canaries, 2000, partial(one_run_mu, confidence=0.8))
+    failures = np.mean(bounds > mu)
+    assert 0.08 < failures <= allowed(0.2, 2000)
+    assert failures > allowed(0.05, 2000), "a bound of too little confidence would be caught"
+
+
+def test_a_one_run_bound_that_forgets_the_abstentions_would_be_caught():
+    """The surest guesses are right more often than a guess about any one canary: all canaries count."""
+    rng, mu, canaries, guesses = np.random.default_rng(10), 1.0, 4000, 60
+    bounds = repeated(rng, mu, canaries, guesses, 300, lambda _, guesses, right: one_run_mu(guesses, guesses, right))
+    assert np.mean(bounds > mu) > allowed(0.05, 300)
+
+
+def test_the_inequality_of_one_run_holds_for_the_gaussian_mechanism():
+    """E[X; X >= t] / m <= F(E[k - X; X >= t - 1] / m), where every canary is guessed, so that X is binomial."""
+    mu, m = 1.0, 200
+    values = np.arange(m + 1)
+    chances = binom.pmf(values, m, ndtr(mu / 2))
+    upper_tails = np.cumsum((values * chances)[::-1])[::-1][1:] / m
+    lower_tails = np.cumsum(((m - values) * chances)[::-1])[::-1][:-1] / m
+
+    def excess(mu):
+        return (upper_tails - ndtr(ndtri(lower_tails) + mu)).max()
+
+    assert excess(mu) <= 1e-12
+    assert excess(0.8 * mu) > 0.01, "a smaller mu would pass: the inequality says nothing"
+
+
+def test_without_leak_one_run_is_a_binomial_test():
+    """At mu = 0 the recursion refutes what a test of fair coins refutes, up to one guess."""
+    for guesses in (20, 100, 400):
+        critical = int(binom.isf(0.05, guesses, 0.5)) + 1  # the first number of right guesses with chance <= 5 %
+        assert one_run_mu(1000, guesses, critical - 1) == 0
+        assert one_run_mu(1000, guesses, critical + 1) > 0
 
 
 # ------------------------------------------------------------------------------------------------------ known numbers
@@ -165,6 +226,10 @@ def test_more_is_more():
     right = [by_one_run(1000, 200, v, delta=DELTA) for v in range(0, 201, 10)]
     assert right == sorted(right)
     assert by_one_run(1000, 200, 150, delta=1e-3) < by_one_run(1000, 200, 150, delta=1e-6)
+    right = [one_run_mu(1000, 200, v) for v in range(0, 201, 20)]
+    assert right == sorted(right)
+    assert one_run_mu(2000, 200, 180) < one_run_mu(200, 200, 180)
+    assert one_run_mu(200, 200, 180) > one_run_mu(200, 200, 180, confidence=0.99)
 
 
 def test_a_planned_threshold_moves_outward_with_the_runs():
@@ -181,7 +246,7 @@ def test_scores_that_tell_nothing():
         assert bound(np.ones(100), np.ones(100), delta=DELTA).epsilon == 0
         assert bound(np.zeros(100), np.zeros(5000), delta=DELTA).runs <= 100, "as many of one data set as of the other"
     assert by_gaussian(np.ones(100), np.zeros(100), delta=DELTA, threshold=0.5).epsilon == 0, "wrong is not right"
-    assert by_one_run(100, 0, 0, delta=DELTA) == 0
+    assert by_one_run(100, 0, 0, delta=DELTA) == by_one_run_gaussian(100, 0, 0, delta=DELTA) == 0
     assert by_one_run(100, 100, 50, delta=DELTA) == 0
 
 
@@ -203,6 +268,8 @@ def test_scores_that_tell_all():
         (lambda: by_thresholds(np.zeros(50), np.ones(50), delta=2.0), "delta: 2.0"),
         (lambda: by_one_run(10, 5, 6, delta=DELTA), "guesses: 6 right of 5"),
         (lambda: by_one_run(10, 5, 5, delta=-1), "delta: -1"),
+        (lambda: one_run_mu(10, 5, 6), "guesses: 6 right of 5"),
+        (lambda: by_one_run_gaussian(10, 5, 5, delta=DELTA, confidence=1.0), "confidence: 1.0"),
     ],
 )
 def test_mistakes_are_named(call, message):

@@ -719,4 +719,4 @@ def test_each_minibatch_of_all_runs_may_overflow(tmp_path):
     few.add(sampled("a", 1e-4, 50.0, 10))
     many.add(sampled("a", 1e-4, 50.0, 10**6))
     assert few.epsilon(1e-9) < math.inf
-    assert many._with("poisson add-remove", 1e-12) == math.inf, "2^-56 per minibatch is more than delta"
+    assert many._under("add-remove", 1e-12) == math.inf, "2^-56 per minibatch is more than delta"

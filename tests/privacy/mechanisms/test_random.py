@@ -16,7 +16,17 @@ from scipy.stats import binomtest, chisquare, kstest
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms import gaussian, normal_quantile, random
 from sordino.privacy.mechanisms.gaussian import Draw, draw, grid_of, settle, stack
-from sordino.privacy.mechanisms.random import COHORT, ERROR, Address, Noiseless, Secure, Seeded, source
+from sordino.privacy.mechanisms.random import (
+    COHORT,
+    ERROR,
+    Address,
+    Noiseless,
+    Secure,
+    Seeded,
+    SharedDraws,
+    joint_source,
+    source,
+)
 
 KEY = bytes(range(32))
 HERE = Address(client=3, round=5, query=1)
@@ -729,3 +739,23 @@ def test_counted_normals_are_standard_and_begin_alike():
     assert abs(float((z[1:] * z[:-1]).mean())) < 4.5 / math.sqrt(z.numel())
     short = Counted(2).normal(Address(0, 3, 0), (5,))
     assert np.array_equal(short, z[3, 2, :5].numpy())
+
+
+def test_shared_draws_are_rows_of_one_draw_and_settle_alike():
+    """Drawn together or row by row, runs x clients get the same numbers, and the same ideal numbers behind them."""
+    common = SharedDraws(Secure(bytes(32)), runs := 3, 0.5)
+    at = [Address(client, 0, 0) for client in range(2)]
+    rows = stack([stack([draw(row, [(1.0, a)], (4,)) for a in at]) for row in common.rows()])
+    joint = stack([draw(common, [(1.0, a)], (runs, 4)) for a in at], 1)
+    assert torch.equal(rows.z, joint.z)
+    for i in range(rows.z.numel()):
+        (one,), (other,) = rows.terms(i), joint.terms(i)
+        assert one.source.bounds(one.at, one.element) == other.source.bounds(other.at, other.element)
+
+
+def test_rows_are_drawn_together_only_if_they_are_all_rows_in_order():
+    rows = SharedDraws(Seeded(0), 3).rows()
+    assert joint_source(rows) is rows[0].common
+    assert joint_source(rows[::-1]) is None
+    assert joint_source([*rows[:2], Seeded(0)]) is None
+    assert joint_source([*rows[:2], SharedDraws(Seeded(0), 3).rows()[2]]) is None

@@ -12,11 +12,16 @@ an untrusted server the adversary sees each noised answer of the victim, or each
 This is everything that the certificate counts as released, which may be more than what is sent. Runs use the dtype that
 ships, float32, or the requested one; scores are computed in float64.
 
-Minibatches: all records except the canary have a gradient of zero. So a release is noise alone unless the canary is in
-the minibatch, which happens with chance q. The adversary does not see whether it is:
+Poisson minibatches: all records except the canary have a gradient of zero. So a release is noise alone unless the
+canary is in the minibatch, which happens with chance q. The adversary does not see whether it is:
 
     log p_1 / p_0 = sum over releases of log (1 - q + q e_b) / (1 - q + q e_a),   e_c = exp((<released, c> - |c|^2 / 2)
     / std^2).
+
+If minibatches have a fixed size, all other records have the gradient that is opposite to the canary's: a canary that is
+drawn takes the place of one of them, and moves the sum by twice the clip. Data set 0 has one more of them instead of
+the canary (replace-one), or an empty place (add-remove). <released, c> and |c|^2 are then relative to a minibatch of
+these records.
 
 This mechanism is not Gaussian, so the attack refutes noise instead of a mu. It guesses "data set 1" if the score is
 above 0. The share of right guesses bounds the noise at which the account of sampling would allow so many right guesses,
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -53,7 +58,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
-from sordino.privacy.accounting import events
+from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded, Source
@@ -74,6 +79,7 @@ LEMMA_SIZES = (100, 100, 100)  # if a lemma bounds a message: with fewer records
 SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
+OPPOSED = ", opposite company"
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
@@ -142,16 +148,19 @@ class Audit(NamedTuple):
 
 
 class OneRun(NamedTuple):
-    """A lower bound on epsilon from one run with many canaries.
+    """Lower bounds on epsilon from one run with many canaries.
 
     Attributes:
       method, unit, adjacency, trust: what was attacked.
       certified: the certified epsilon.
       delta: at which both epsilons hold.
-      lower: the lower bound.
+      lower_dp: the bound that assumes only (epsilon, delta)-DP.
+      lower_gaussian: the bound under Gaussian DP.
+      mu_lower: the largest refuted mu.
       canaries: how many the victim holds.
-      guesses: on how many canaries the attack bets.
-      right: how many guesses are right.
+      guesses: on how many canaries the attack bets for `lower_dp`.
+      right: how many of these guesses are right.
+      guesses_gaussian, right_gaussian: the same for `lower_gaussian`.
       rounds, confidence, tries, noise_factor, dtype: as in `Audit`.
     """
 
@@ -161,15 +170,24 @@ class OneRun(NamedTuple):
     trust: str
     certified: float
     delta: float
-    lower: float
+    lower_dp: float
+    lower_gaussian: float
+    mu_lower: float
     canaries: int
     guesses: int
     right: int
+    guesses_gaussian: int
+    right_gaussian: int
     rounds: int
     confidence: float
     tries: int
     noise_factor: float
     dtype: str
+
+    @property
+    def lower(self) -> float:
+        """The larger lower bound."""
+        return max(self.lower_dp, self.lower_gaussian)
 
     @property
     def broken(self) -> bool:
@@ -189,6 +207,7 @@ def audit(
     method: Method | None = None,
     batch: str = FULL,
     dtype: torch.dtype = torch.float32,
+    tick: Callable[[int], None] = lambda runs: None,
 ) -> Audit:
     """Attack a method with many runs of each of two neighbouring data sets.
 
@@ -206,6 +225,7 @@ def audit(
       method: the method to attack; by default the registered one.
       batch: minibatches, as in a run (`poisson:4`, `fixed:4`). The victim holds twice as many records.
       dtype: of the runs.
+      tick: called with the number of runs that finished.
 
     Returns:
       The lower bounds, beside the certified epsilon.
@@ -222,7 +242,7 @@ def audit(
         threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
     tries: list[tuple[float, float, statistics.LowerBound]] = []
     while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
-        zero, one = (scores(attack, side, runs, sources, noise_factor) for side in (0, 1))
+        zero, one = (scores(attack, side, runs, sources, noise_factor, tick) for side in (0, 1))
         plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
         tries.append((plain.epsilon, _by_account(plan, sharp) if sampled else sharp.epsilon, sharp))
@@ -263,6 +283,9 @@ def one_run(
 ) -> OneRun:
     """Attack one run in which the victim holds many canaries.
 
+    Two bounds come from the same run: one assumes only (epsilon, delta)-DP, the other one the Gaussian DP that the
+    certificate states. Each bets on the number of canaries that suits it best.
+
     A fair coin per canary decides its state: present or absent (add-remove), unchanged or mirrored (replace-one). Each
     canary has its own coordinate of the model.
 
@@ -293,17 +316,40 @@ def one_run(
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
     attack, sources = _many_canaries(plan, canaries, dtype), _sources(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
-    guesses = statistics.best_guesses(canaries, spending.mu(plan), delta=delta, confidence=confidence)
-    results: list[tuple[float, int]] = []
-    while len(results) < MAX_TRIES and (not results or results[-1][0] > certified):
+    counts = [
+        statistics.best_guesses(
+            canaries, spending.mu(plan), delta=delta, confidence=confidence, gaussian_dp=assumes_gaussian
+        )
+        for assumes_gaussian in (False, True)
+    ]
+    results: list[tuple[float, float, int, int]] = []
+    while len(results) < MAX_TRIES and (
+        not results or results[-1][0] > certified or gaussian.epsilon(results[-1][1], delta) > certified
+    ):
         coins = torch.from_numpy(next(sources).uniform(Address(VICTIM, 0, 0), (canaries,)) < 0.5)
         canary_scores = _canary_scores(attack, coins, next(sources), noise_factor)
-        surest = canary_scores.abs().argsort(descending=True)[:guesses]
-        right = int(((canary_scores[surest] > 0) == coins[surest]).sum())
-        results.append((statistics.by_one_run(canaries, guesses, right, delta=delta, confidence=confidence), right))
-    lower, right = min(results)
-    rest = (plan.rounds, confidence, len(results), noise_factor, _dtype_name(dtype))
-    return OneRun(*_names(name, plan), lower, canaries, guesses, right, *rest)
+        surest = canary_scores.abs().argsort(descending=True)
+        correct = ((canary_scores > 0) == coins)[surest]
+        right, right_gaussian = (int(correct[:count].sum()) for count in counts)
+        plain = statistics.by_one_run(canaries, counts[0], right, delta=delta, confidence=confidence)
+        mu = statistics.one_run_mu(canaries, counts[1], right_gaussian, confidence=confidence)
+        results.append((plain, mu, right, right_gaussian))
+    return OneRun(
+        *_names(name, plan),
+        lower_dp=min(plain for plain, *_ in results),
+        lower_gaussian=gaussian.epsilon(min(mu for _, mu, *_ in results), delta),
+        mu_lower=min(mu for _, mu, *_ in results),
+        canaries=canaries,
+        guesses=counts[0],
+        right=min(right for *_, right, _ in results),
+        guesses_gaussian=counts[1],
+        right_gaussian=min(right for *_, right in results),
+        rounds=plan.rounds,
+        confidence=confidence,
+        tries=len(results),
+        noise_factor=noise_factor,
+        dtype=_dtype_name(dtype),
+    )
 
 
 def plan_for(
@@ -341,7 +387,7 @@ def plan_for(
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
     length = int(min(rounds or max(1, min(ROUNDS, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
-    if why := unattacked(method, sampling, privacy.adjacency):
+    if why := unattacked(method, sampling):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
     return Plan(
         method,
@@ -362,7 +408,7 @@ def audited_model(method: Method) -> Linear | Hazards | Trees:
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
 
 
-def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
+def unattacked(method: Method, sampling: Sampling) -> str:
     """Why minibatches of this method cannot be audited; empty if they can, or if there are none."""
     if sampling.kind == FULL:
         return ""
@@ -373,8 +419,6 @@ def unattacked(method: Method, sampling: Sampling, adjacency: Adjacency) -> str:
         return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
     if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
         return "its bound or its noise is proved only for all records of a client; use batch = full"
-    if sampling.kind == "fixed" and adjacency is Adjacency.ADD_REMOVE:
-        return "nothing is proved for minibatches of a fixed size under add-remove; use replace-one, or poisson"
     if any(query.kind is Kind.COUNT or query.joint > 1 for query in noised):
         return "one minibatch answers several queries, which the attack does not support; use batch = full"
     return ""
@@ -391,11 +435,21 @@ def check_arguments(name: str, count: int, noise_factor: float, seed: int | None
     noise_from(seed)
 
 
-def scores(attack: Attack, side: int, runs: int, sources: Iterator[Source], noise_factor: float = 1.0) -> np.ndarray:
-    """The log likelihood ratios of many runs of one data set."""
+def scores(
+    attack: Attack,
+    side: int,
+    runs: int,
+    sources: Iterator[Source],
+    noise_factor: float = 1.0,
+    tick: Callable[[int], None] = lambda runs: None,
+) -> np.ndarray:
+    """The log likelihood ratios of many runs of one data set. After each batch of runs, `tick` gets their number."""
     most = max(1, min(RUNS_PER_BATCH, RECORDS_IN_MEMORY // sum(attack.plan.sizes)))
     counts = [min(most, runs - start) for start in range(0, runs, most)]
-    parts = [watched(attack, side, next(sources), count, noise_factor).score() for count in counts]
+    parts = []
+    for count in counts:
+        parts.append(watched(attack, side, next(sources), count, noise_factor).score())
+        tick(count)
     return torch.cat(parts).numpy()
 
 
@@ -440,7 +494,11 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         }
         if _proved_by_lemma(plan.method):
             companies = dict(reversed(companies.items()))
-    for (kind, others), (before, after) in itertools.product(companies.items(), pairs):
+    choices = list(itertools.product(companies.items(), pairs))
+    if plan.sampling.kind == "fixed" and model is AUDITED_MODEL:
+        opposed = OPPOSED, records["long mirrored"]
+        choices.insert(0, (opposed, ("absent" if joins else "long mirrored", "long")))
+    for (kind, others), (before, after) in choices:
         pair = [records[after if joins else before], records[after]]
         alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
         there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
@@ -448,7 +506,8 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
             there, here = (replace(each, y=(each.y > 0).long()) for each in (there, here))
         if joins and not whole:
             there = _without_first(there)
-        yield Attack(f"{before} / {after}{kind}", plan, model, (there, here), leaves=joins and whole)
+        name = f"{before} / {after}{kind}"
+        yield Attack(name, plan, model, (there, here), leaves=joins and whole, opposed=kind == OPPOSED)
 
 
 # --------------------------------------------------------------------------------------------------------- internals

@@ -11,12 +11,15 @@ above with a given confidence (Clopper and Pearson), and so epsilon from below.
 - `by_thresholds` assumes only (epsilon, delta)-DP. At small delta it is loose, because it would need rare events.
 - `by_gaussian` refutes mu-Gaussian DP. A certificate claims mu-Gaussian DP because every release is Gaussian. So the
   epsilon(delta) of the largest refuted mu can be compared with the certified one, and is nearly tight.
-- `by_one_run` needs a single run, with many units whose presence fair coins decide.
+- `by_one_run` needs a single run, with many units whose presence fair coins decide, and only (epsilon, delta)-DP.
+- `by_one_run_gaussian` refutes mu-Gaussian DP by the same guesses, and is much tighter.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +35,7 @@ CONFIDENCE = 0.95
 MIN_SCORES = 20  # per data set
 CHOOSING_PART = 0.25  # of the scores chooses the threshold; the bound uses the other scores
 CANDIDATES = 400  # thresholds to choose from
+MU_GRID, MU_PASSES, MOST_MU = 129, 3, 16.0  # of a search for mu: points at a time, refinements, the first range
 
 Scores = NDArray[np.float64]
 
@@ -155,10 +159,7 @@ def by_one_run(canaries: int, guesses: int, right: int, *, delta: float, confide
     Raises:
       SordinoError: the counts or the other arguments are out of their range.
     """
-    if not 0 <= right <= guesses <= canaries:
-        raise SordinoError(
-            f"guesses: {right} right of {guesses} for {canaries} canaries; need 0 <= right <= guesses <= canaries."
-        )
+    _check_guesses(canaries, guesses, right)
     _check(delta, confidence)
 
     def refutes(epsilon: float) -> bool:
@@ -191,19 +192,102 @@ def one_run_p_value(canaries: int, guesses: int, right: int, *, epsilon: float, 
     return min(tail + 2 * canaries * delta * worst, 1.0)
 
 
-def best_guesses(canaries: int, mu: float, *, delta: float, confidence: float = CONFIDENCE) -> int:
-    """For how many canaries, those with the largest |score|, to guess if each score has the law of mu-GDP."""
+def by_one_run_gaussian(
+    canaries: int, guesses: int, right: int, *, delta: float, confidence: float = CONFIDENCE
+) -> float:
+    """The epsilon(delta) of the largest mu for which the guesses of one run refute mu-Gaussian DP.
+
+    Args:
+      canaries: how many there are.
+      guesses: for how many the attack guesses the state.
+      right: how many guesses are right.
+      delta: the delta at which epsilon is reported.
+      confidence: with which the bound holds.
+
+    Returns:
+      The lower bound on epsilon.
+
+    Raises:
+      SordinoError: the counts or the other arguments are out of their range.
+    """
+    _check(delta, confidence)
+    mu = one_run_mu(canaries, guesses, right, confidence=confidence)
+    return gaussian.epsilon(mu, delta) if delta else (math.inf if mu else 0.0)
+
+
+def one_run_mu(canaries: int, guesses: int, right: int, *, confidence: float = CONFIDENCE) -> float:
+    """The largest mu for which the guesses about the canaries of one run refute mu-Gaussian DP.
+
+    The bound is that of Mahloujifar, Melis, Chaudhuri 2024 (arXiv 2410.22235), derived here for fair coins. Write m
+    for the canaries, k for the guesses, X for the right ones, and F(x) = Φ(Φ^-1(x) + mu): under mu-GDP an event of
+    chance x has at most chance F(x) under a neighbour. Fix a canary i, the coins of the others, and t. That i is
+    guessed to be 1 while at least t - 1 other guesses are right is an event of the output, so its chances for both
+    states of i obey F; the same holds for a guess of 0. F is concave, so the inequality survives the mean over coins
+    and over the m canaries:
+
+        E[X; X >= t] / m  <=  F(E[k - X; X >= t - 1] / m)        for every t.
+
+    In terms of P_j = P(X >= j), with S = P_t + P_{t+1} + ..., this says
+
+        (k - t + 1) P_{t-1}  >=  m F^-1((S + (t - 1) P_t) / m) + S.
+
+    The right side grows with every P_j. So if P(X >= right) were 1 - confidence or more, the recursion from
+    P_right = 1 - confidence down to P_0, with P_{t-1} >= P_t, would give lower bounds on all P_j. If one of them
+    exceeds 1, the observed number of right guesses refutes mu at this confidence. At mu = 0 the recursion is the tail
+    of a binomial with chance 1/2.
+
+    Args:
+      canaries: how many there are.
+      guesses: for how many the attack guesses the state; fixed before the run.
+      right: how many guesses are right.
+      confidence: with which the bound holds.
+
+    Returns:
+      The largest refuted mu, rounded down; 0 if none is.
+
+    Raises:
+      SordinoError: the counts or the confidence are out of their range.
+    """
+    _check_guesses(canaries, guesses, right)
+    _check(0.0, confidence)
+    low, high = 0.0, MOST_MU
+    while _one_run_refutes(canaries, guesses, right, np.array([high]), confidence)[0]:
+        low, high = high, 2 * high
+    for _ in range(MU_PASSES):
+        grid = np.linspace(low, high, MU_GRID)
+        refuted = _one_run_refutes(canaries, guesses, right, grid, confidence)
+        if not refuted[0]:
+            return 0.0
+        last = int(np.argmin(refuted)) - 1  # the last point is not refuted
+        low, high = float(grid[last]), float(grid[last + 1])
+    return low
+
+
+def best_guesses(
+    canaries: int, mu: float, *, delta: float, confidence: float = CONFIDENCE, gaussian_dp: bool = False
+) -> int:
+    """For how many canaries, those with the largest |score|, to guess if each score has the law of mu-GDP.
+
+    Args:
+      canaries: how many there are.
+      mu: of each canary's score.
+      delta: the delta at which epsilon is bounded.
+      confidence: with which the bound holds.
+      gaussian_dp: choose for `by_one_run_gaussian` instead of `by_one_run`.
+
+    Returns:
+      The number of guesses for which the expected number of right ones gives the largest bound.
+    """
+    bound: Callable[[int, int, int], float] = (
+        partial(one_run_mu, confidence=confidence)
+        if gaussian_dp
+        else partial(by_one_run, delta=delta, confidence=confidence)
+    )
     best, most = canaries, -1.0
     for guesses in np.unique(np.geomspace(max(1, canaries // 200), canaries, 25).round().astype(int)):
         cut = _cut(mu, guesses / canaries)
         correct, wrong = float(ndtr(mu / 2 - cut)), float(ndtr(-mu / 2 - cut))
-        expected = by_one_run(
-            canaries,
-            int(guesses),
-            int(guesses * correct / (correct + wrong)),
-            delta=delta,
-            confidence=confidence,
-        )
+        expected = bound(canaries, int(guesses), int(guesses * correct / (correct + wrong)))
         if expected > most:
             best, most = int(guesses), expected
     return best
@@ -215,6 +299,22 @@ def upper(count: ArrayLike, total: int, alpha: float) -> Scores:
     with np.errstate(invalid="ignore"):
         end = betaincinv(np.minimum(count, total - 1) + 1, np.maximum(total - count, 1), 1 - alpha)
     return np.where(count >= total, 1.0, end)
+
+
+def _one_run_refutes(canaries: int, guesses: int, right: int, mus: Scores, confidence: float) -> NDArray[np.bool_]:
+    """Whether so many right guesses refute each mu: the recursion of `one_run_mu`."""
+    tail = np.full(len(mus), 1 - confidence)  # the lower bound on P(X >= i + 1)
+    total = tail.copy()  # its sum over larger numbers
+    refuted = np.zeros(len(mus), dtype=bool)
+    for i in range(right - 1, -1, -1):
+        rate = np.minimum((total + i * tail) / canaries, 1.0)  # F^-1(1) = 1
+        tail = np.maximum(tail, (canaries * ndtr(ndtri(rate) - mus) + total) / (guesses - i))
+        refuted |= tail > 1
+        if refuted.all():
+            break
+        tail = np.minimum(tail, 1.0)
+        total = total + tail
+    return refuted
 
 
 def _refuted(a: Scores, b: Scores, runs: int, delta: float, confidence: float) -> Scores:
@@ -258,6 +358,13 @@ def _scores(zero: ArrayLike, one: ArrayLike, delta: float, confidence: float) ->
     if not all(np.isfinite(scores).all() for scores in both):
         raise SordinoError("scores: some are not finite; the attack must give every run a finite score.")
     return both[0][:runs], both[1][:runs]
+
+
+def _check_guesses(canaries: int, guesses: int, right: int) -> None:
+    if not 0 <= right <= guesses <= canaries:
+        raise SordinoError(
+            f"guesses: {right} right of {guesses} for {canaries} canaries; need 0 <= right <= guesses <= canaries."
+        )
 
 
 def _check(delta: float, confidence: float) -> None:

@@ -4,7 +4,9 @@ The observer wraps the local rules of any method. Engine, clips, minibatches and
 of the records. The observer itself computes in float64.
 
 Minibatches: the observer computes the answer about all records. That is enough if the canary has the only gradient that
-is not zero: the answer about a minibatch is then the same if the canary is in it, and zero otherwise.
+is not zero: the answer about a minibatch is then the same if the canary is in it, and zero otherwise. It is also enough
+for minibatches of a fixed size if all other records have one and the same gradient, and data set 0 holds no others
+(`Attack.opposed`): then that gradient follows from the answer about data set 0.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Through
-from sordino.core import SAMPLED, Broadcast, Kind, Local, Method, Shard, Stage, Tree, keep
+from sordino.core import SAMPLED, Adjacency, Broadcast, Kind, Local, Method, Shard, Stage, Tree, keep
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
@@ -29,7 +30,7 @@ from sordino.errors import SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.laws import mechanism_of
-from sordino.privacy.mechanisms.random import Address, Source, is_exact
+from sordino.privacy.mechanisms.random import SharedDraws, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
@@ -67,6 +68,7 @@ class Attack(NamedTuple):
     model: core.Model
     neighbours: tuple[AttackedRecords, AttackedRecords]
     leaves: bool = False  # in data set 0 the whole victim is absent: it sends noise alone
+    opposed: bool = False  # all records except the canary have one gradient, which is not zero
 
 
 class ObservedRelease(NamedTuple):
@@ -85,11 +87,18 @@ class ObservedRelease(NamedTuple):
     def gap(self) -> Tensor:
         return self.one - self.zero
 
-    def sampled_score(self, rate: float) -> Tensor:
-        """The log likelihood ratio if the answer is noise alone, except with chance `rate`."""
+    def sampled_score(self, rate: float, drawn: Tensor | float = 0.0, everything: Tensor | float = 0.0) -> Tensor:
+        """The log likelihood ratio if the canary is in the minibatch with chance `rate`.
+
+        Args:
+          rate: the chance.
+          drawn: the answer about a minibatch without the canary.
+          everything: the answer about all records if the canary were like the others.
+        """
         logs = []
-        for sent in (self.zero, self.one):
-            tilt = (self.released * sent - sent.square() / 2).flatten(1).sum(-1) / self.variance
+        for answer in (self.zero, self.one):
+            sent = answer - everything  # what the canary, or its empty place, changes
+            tilt = ((self.released - drawn) * sent - sent.square() / 2).flatten(1).sum(-1) / self.variance
             logs.append(torch.logaddexp(tilt + math.log(rate), torch.full_like(tilt, math.log1p(-rate))))
         return logs[1] - logs[0]
 
@@ -104,11 +113,10 @@ def watched(
     records: AttackedRecords | None = None,
 ) -> Watch:
     """Observe runs of data set `side`, or of `records` between the two neighbours."""
-    watch, common = Watch(attack, side), SharedDraws(source.fresh(), runs, noise_factor)
+    watch, sources = Watch(attack, side), SharedDraws(source.fresh(), runs, noise_factor).rows()
     records = attack.neighbours[side] if records is None else records
     theta = attack.model.init().to(records.x).expand(runs, -1).clone()
     plan = replace(attack.plan, method=watch.method())
-    sources = [SharedDrawsRow(common, r) for r in range(runs)]
     for round_plan in simulate.run(plan, attack.model, records, sources, theta=theta, shares=True):
         watch.observe_sum(plan.stage_of(round_plan.t), round_plan.aggregate)
     return watch
@@ -144,7 +152,7 @@ class Watch:
         whole = {key: stream for key, stream in self.streams.items() if self._rate(*key) == 1}
         parts = [terms.flatten(1).sum(-1) for terms, _ in self.terms(whole)]
         parts += [
-            release.sampled_score(self._rate(*key))
+            release.sampled_score(self._rate(*key), *self._others(*key, release))
             for key in self.streams.keys() - whole
             for release in self.streams[key]
         ]
@@ -191,6 +199,16 @@ class Watch:
         """The chance that the canary is in the minibatch of this query; 1 without minibatches."""
         sampled = self.plan.stages[s].queries[number].kind in SAMPLED
         return float(self.plan.rates[VICTIM]) if sampled else 1.0
+
+    def _others(self, s: int, number: int, release: ObservedRelease) -> tuple[Tensor | float, Tensor | float]:
+        """The answers about a minibatch and about all records, if all of them are like those beside the canary."""
+        if not self.attack.opposed:
+            return 0.0, 0.0
+        sizes = np.asarray(self.plan.sizes, dtype=float)
+        weights = self.weights / self._divisor(s, number, np.arange(self.plan.clients))
+        absent = self.plan.privacy.adjacency is Adjacency.ADD_REMOVE
+        one = release.zero / float((weights * sizes).sum() - absent * weights[VICTIM])  # a record of weight 1
+        return one * float((weights * sizes * self.plan.rates).sum()), one * float((weights * sizes).sum())
 
     def _divisor(self, s: int, number: int, clients: np.ndarray) -> np.ndarray:
         """The divisor of the clients' sums: the actual or expected number of records of an answer."""
@@ -338,57 +356,3 @@ class Watch:
             stream[number_of_call] = ObservedRelease(*joined, past.variance + release.variance)
         else:
             stream.append(release)
-
-
-class SharedDraws:
-    """One draw of a source for all runs, cut into rows: as independent as separate draws, and much faster."""
-
-    def __init__(self, source: Source, runs: int, factor: float) -> None:
-        self._source, self._runs, self._factor = source, runs, factor
-        self._drawn: dict[Any, np.ndarray] = {}
-        self._sizes: dict[Address, int] = {}
-        self.private = source.private
-
-    def rows(self, name: str, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        key = (name, at, shape)
-        if key not in self._drawn:
-            whole = getattr(self._source, name)(at, (self._runs, *shape))
-            self._sizes[at] = math.prod(shape)
-            self._drawn[key] = self._factor * whole if name == "normal" else whole
-        return self._drawn[key]
-
-    def bounds(self, run: int, at: Address, element: int, words: int) -> tuple[Fraction, Fraction]:
-        """Bounds on the ideal normal of one run."""
-        assert is_exact(self._source)
-        low, high = self._source.bounds(at, run * self._sizes[at] + element, words)
-        return Fraction(self._factor) * low, Fraction(self._factor) * high
-
-    def words(self, at: Address, count: int) -> np.ndarray:
-        """One column per run, so that a longer draw of a run starts with the shorter one."""
-        return self._source.words(at, self._runs * count).reshape(count, self._runs)
-
-
-class SharedDrawsRow(NamedTuple):
-    """The source of one run: a row of the shared draws."""
-
-    common: SharedDraws
-    run: int
-
-    @property
-    def private(self) -> bool:
-        return self.common.private
-
-    def normal(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self.common.rows("normal", at, shape)[self.run])
-
-    def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
-        return self.common.bounds(self.run, at, element, words)
-
-    def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        return np.asarray(self.common.rows("uniform", at, shape)[self.run])
-
-    def words(self, at: Address, count: int) -> np.ndarray:
-        return self.common.words(at, count)[:, self.run]
-
-    def fresh(self) -> SharedDrawsRow:
-        return self

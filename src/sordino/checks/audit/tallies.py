@@ -9,7 +9,7 @@ score there is.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,7 @@ def audit(
     confidence: float = statistics.CONFIDENCE,
     noise_factor: float = 1.0,
     seed: int | None = None,
+    tick: Callable[[int], None] = lambda runs: None,
 ) -> Audit:
     """Attack a tally with many releases of each of two neighbouring data sets.
 
@@ -52,6 +53,7 @@ def audit(
       confidence: with which each bound holds.
       noise_factor: multiplies the noise without telling the certificate; below 1 the attack should win.
       seed: makes the noise reproducible. Without it, noise is secret and fresh.
+      tick: called with the number of releases that finished.
 
     Returns:
       The lower bounds, beside the certified epsilon.
@@ -83,6 +85,7 @@ def audit(
             released = (_released(plan, noisy, tally, theta, records, source, k) for k in range(runs))
             middle = (means[0] + means[1]) / 2
             scores.append(np.array([float((each - middle) @ gap) / std**2 for each in released]))
+            tick(runs)
         plain = statistics.by_thresholds(*scores, delta=delta, confidence=confidence, threshold=threshold)
         sharp = statistics.by_gaussian(*scores, delta=delta, confidence=confidence, threshold=0.0)
         tries.append((plain.epsilon, sharp.epsilon, sharp))

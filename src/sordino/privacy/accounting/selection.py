@@ -19,6 +19,15 @@ f(Q(<= y)), so its weight at y is Q(y) times a mean of f'. Because a^l b^(1-l) i
 
 where q and q' are the probabilities of one event under the two data sets. The laws below differ in how they bound that
 maximum. Each run is mu-Gaussian-DP: its Rényi divergence of order l is at most l mu^2 / 2.
+
+The same lemma bounds the privacy profile without Rényi divergences, as Koskela, Redberg and Wang (2024) do. Let s be
+the maximum of f'(q) / f'(q') over the pairs that mu-Gaussian DP allows, and E[K] = f'(1) the largest f'. Then
+
+    delta(e) of the best of K  =  max over events of  integral Q f'(q) - exp(e) Q' f'(q')
+                               <= integral f'(q) (Q - exp(e - log s) Q')_+  <=  E[K] delta(e - log s) of one run.
+
+They take s from one (epsilon, delta) of a run; here it is the maximum over the whole trade-off curve, which is smaller.
+`epsilon` is the smaller of the two bounds: the profile for a few runs, Rényi divergences for many.
 """
 
 from __future__ import annotations
@@ -30,6 +39,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
+from scipy.special import ndtr, ndtri
 
 from sordino.core import Trust
 from sordino.errors import SordinoError
@@ -37,6 +47,7 @@ from sordino.privacy.accounting import gaussian, roots
 
 MOST_MEAN = 500.0  # of a Poisson number of runs: the sum of its law starts at e^-mean
 _BITS, _DIGITS = 192, 100  # of the uniform that the number of runs is drawn with, and of the arithmetic
+SLOPE_CELLS, SLOPE_PARTS = 1024, 64  # of the search for the largest ratio of slopes
 LEAST_GAMMA, MOST_ETA = 1e-12, 10.0  # within these bounds no probability underflows
 
 
@@ -157,6 +168,30 @@ class NegativeBinomial:
         other = 2 * math.sqrt(rho * length) - rho if rho < length else length  # h = sqrt(length / rho), or 1
         return order * rho + (1 + self.eta) * other + _log_mean(length, self.eta) / (order - 1)
 
+    def log_slopes(self, mu: float) -> float:
+        """log of the largest f'(q) / f'(q'), from above.
+
+        It is 1 + eta times the maximum over z of g(z) = log F(z + mu) - log F(z), F = gamma + (1 - gamma) Φ, because
+        1 - q = Φ(z), and 1 - q' is at most Φ(z + mu). F increases, so g in a cell [a, b] is at most
+        log F(b + mu) - log F(a). Cells that may hold the maximum are divided, and between the points of the finer grid
+        g exceeds the larger of its neighbours by at most step^2 / 8 times a bound on its second derivative. With
+        w = max(1, -z) at Φ(z) = gamma, and because the normal density is at most (1 + |z|) Φ(z) for z < 0, that is
+        2 (w (w + 1) + (w + 1)^2).
+        """
+
+        def log_f(z: np.ndarray) -> np.ndarray:
+            return np.asarray(np.log(self.gamma + (1 - self.gamma) * ndtr(z)))
+
+        edges = np.linspace(float(ndtri(1e-16 * self.gamma)) - mu, 10.0, SLOPE_CELLS + 1)
+        g, step = log_f(edges + mu) - log_f(edges), edges[1] - edges[0]
+        below, above = log_f(edges[:1] + mu) - math.log(self.gamma), -log_f(edges[-1:])  # beyond the grid
+        live = log_f(edges[1:] + mu) - log_f(edges[:-1]) > g.max()
+        fine = np.linspace(edges[:-1][live], edges[1:][live], SLOPE_PARTS + 1)
+        w = max(1.0, -float(ndtri(self.gamma)))
+        curved = 2 * (w * (w + 1) + (w + 1) ** 2) * (step / SLOPE_PARTS) ** 2 / 8
+        highest = (log_f(fine + mu) - log_f(fine)).max(initial=float(g.max())) + curved
+        return (1 + self.eta) * max(float(highest), float(below[0]), float(above[0])) * (1 + 1e-12)
+
 
 @dataclass(frozen=True)
 class Poisson:
@@ -194,12 +229,16 @@ class Poisson:
         selected = math.log(self.mean) + (order - 1) * (order * mu * mu / 2 + self.mean * d)
         return float(np.logaddexp(-self.mean, selected)) / (order - 1)
 
+    def log_slopes(self, mu: float) -> float:
+        """log of the largest f'(q) / f'(q'): mean times the largest q - q', which is 2 Φ(mu / 2) - 1."""
+        return self.mean * gaussian.delta(mu, 0.0) * (1 + 1e-12)
+
 
 StoppingLaw: TypeAlias = NegativeBinomial | Poisson
 
 
 def epsilon(law: StoppingLaw, mu: float, delta: float) -> float:
-    """Epsilon of the best of K runs, each mu-Gaussian-DP: the smallest over all Rényi orders.
+    """Epsilon of the best of K runs, each mu-Gaussian-DP: the smallest over all Rényi orders, and by the profile.
 
     Order l and divergence r give r + log((l-1)/l) - (log delta + log l)/(l-1) (Canonne, Kamath and Steinke 2020,
     Proposition 12). Every order gives a valid bound, so the minimum need not be exact.
@@ -222,7 +261,20 @@ def epsilon(law: StoppingLaw, mu: float, delta: float) -> float:
 
 
 def _cost(law: StoppingLaw, mu: float, delta: float) -> float:
-    """Epsilon without checks of the arguments."""
+    """Epsilon without checks of the arguments: the smaller of the two bounds."""
+    return min(_by_profile(law, mu, delta), _by_renyi(law, mu, delta))
+
+
+def _by_profile(law: StoppingLaw, mu: float, delta: float) -> float:
+    """Epsilon by the privacy profile of one run."""
+    part = delta / max(law.mean, 1e-300)
+    if part >= 1:
+        return math.inf  # a mean far below one run; the other bound serves
+    return gaussian.epsilon(mu, part) + law.log_slopes(mu)
+
+
+def _by_renyi(law: StoppingLaw, mu: float, delta: float) -> float:
+    """Epsilon by Rényi divergences."""
 
     def bound(log_above: float) -> float:
         above = math.exp(log_above)

@@ -51,6 +51,7 @@ MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse
 SAMPLERS = (
     "poisson add-remove",
     "poisson replace-one",
+    "fixed add-remove",
     "fixed replace-one",
     "poisson add-remove smoothed-discrete-gaussian",
     "poisson replace-one smoothed-discrete-gaussian",
@@ -821,11 +822,11 @@ class Spent:
         return other
 
     def epsilon(self, delta: float) -> float:
-        """The smallest bound on epsilon: for each sampler, count its charges as sampled and all others as unsampled."""
-        names = {key[0] for key in self.parts}
+        """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as such."""
+        adjacencies = {key[0].partition(" ")[2] for key in self.parts}
         if self.gaussian:
-            names -= {""}
-        return min([self._plain(delta), *(self._with(name, delta) for name in names)])
+            adjacencies -= {""}
+        return min([self._plain(delta), *(self._under(adjacency, delta) for adjacency in adjacencies)])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
@@ -867,18 +868,18 @@ class Spent:
             return gaussian.epsilon(math.sqrt(self.square), delta)
         return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
 
-    def _with(self, name: str, delta: float) -> float:
-        sampler, adjacency = name.split() if name else (Sampler.FULL, Adjacency.REPLACE_ONE)
-        releases = [
-            events.Release("", moved, std, times, *sampled, mechanism=mechanism)
-            for (part_sampler, rate, moved, std, mechanism), times in self.parts.items()
-            for sampled in [(rate, Sampler(sampler)) if name and part_sampler == name else (1.0, Sampler.FULL)]
-        ]
-        # Each run reserves a share of its own delta for minibatches that overflow their slots. All runs together may
-        # need more than that share of this delta.
-        drawn = sum(times for (part_sampler, *_), times in self.parts.items() if part_sampler)
+    def _under(self, adjacency: str, delta: float) -> float:
+        """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
+        releases = []
+        for (sampler_and_adjacency, rate, moved, std, mechanism), times in self.parts.items():
+            sampler, _, its_adjacency = sampler_and_adjacency.partition(" ")
+            sampled = (rate, Sampler(sampler)) if sampler and its_adjacency == adjacency else (1.0, Sampler.FULL)
+            releases.append(events.Release("", moved, std, times, *sampled, mechanism=mechanism))
+        # Each run reserves a share of its own delta for Poisson minibatches that overflow their slots. All runs
+        # together may need more than that share of this delta.
+        drawn = sum(times for (name, *_), times in self.parts.items() if name.startswith(Sampler.POISSON))
         left = delta - drawn * MOST_OVERFLOW
-        return events.epsilon(releases, left, Adjacency(adjacency)) if left > 0 else math.inf
+        return events.epsilon(releases, left, Adjacency(adjacency or Adjacency.REPLACE_ONE)) if left > 0 else math.inf
 
 
 class SpentByRuns(Spent):

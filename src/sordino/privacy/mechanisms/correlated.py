@@ -49,8 +49,8 @@ class CorrelatedGaussian(Mechanism):
     def mixing(self, rounds: int) -> np.ndarray:
         return self.factors.decoder[:rounds]
 
-    def sensitivity_factor(self, rounds: np.ndarray) -> float:
-        return self.factors.sensitivity(rounds)
+    def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
+        return self.factors.released_sensitivity(rounds) if own else self.factors.sensitivity(rounds)
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         row = self.factors.decoder[at.round - first]

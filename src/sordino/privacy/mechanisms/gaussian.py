@@ -132,22 +132,34 @@ def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[in
     return Draw(torch.from_numpy(z), torch.full((1,) * len(shape), error, dtype=torch.float64), terms)
 
 
-def stack(draws: Sequence[Draw]) -> Draw:
-    """Draws of equal shape along a new first axis, for example one row per client."""
+def stack(draws: Sequence[Draw], axis: int = 0) -> Draw:
+    """Draws of equal shape along a new axis, for example one row per client.
+
+    Args:
+        draws: what to stack.
+        axis: 0 for a new first axis; 1 for an axis after the first one, which holds runs.
+
+    Returns:
+        All of them as one draw.
+
+    Raises:
+        SordinoError: some sources are private and some are not.
+    """
     each = [one.terms for one in draws]
     if len({terms is None for terms in each}) > 1:
         raise SordinoError("draws: some sources are private and some are not; settle them separately.")
-    size = draws[0].z.numel()
+    size = math.prod(draws[0].z.shape[axis:])
 
     def stacked(i: int) -> list[Term]:
         row, place = divmod(i, size)
+        before, row = divmod(row, len(each))
         terms = each[row]
         assert terms is not None
-        return terms(place)
+        return terms(before * size + place)
 
     common = np.broadcast_shapes(*(tuple(one.error.shape) for one in draws))
-    error = torch.stack([one.error.expand(common) for one in draws])
-    return Draw(torch.stack([one.z for one in draws]), error, None if each[0] is None else stacked)
+    error = torch.stack([one.error.expand(common) for one in draws], axis)
+    return Draw(torch.stack([one.z for one in draws], axis), error, None if each[0] is None else stacked)
 
 
 def grid_of(std: Tensor | float) -> Tensor:

@@ -103,7 +103,7 @@ class EncodedDiscreteGaussianNoise(DiscreteGaussianNoise):
         super().__init__(noise, replace(integers, row_sums=(float(sums.min()), float(sums.max()))))
         self.factors = noise
 
-    def sensitivity_factor(self, rounds: np.ndarray) -> float:
+    def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
         return self.factors.sensitivity(rounds)
 
 

@@ -58,8 +58,13 @@ class Mechanism:
         """
         return self.noise
 
-    def sensitivity_factor(self, rounds: np.ndarray) -> float:
-        """Where the law spans rounds: by how much it multiplies the sensitivity of a unit that took part in these."""
+    def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
+        """Where the law spans rounds: by how much it multiplies the sensitivity of a unit that took part in these.
+
+        Args:
+          rounds: of the stage, in which the unit took part.
+          own: every client has noise of its own, and only the releases of these rounds are seen.
+        """
         return 1.0
 
     def mixing(self, rounds: int) -> np.ndarray | None:

@@ -275,6 +275,96 @@ class Noiseless:
         return self._seeded.words(at, count)
 
 
+class SharedDraws:
+    """One draw of a source for all runs, cut into rows: as independent as separate draws, and much faster.
+
+    As a source it draws for all runs by one call: the first axis of a shape holds the runs.
+
+    Args:
+        source: Where all draws come from.
+        runs: How many rows a draw has.
+        factor: Multiplies normals; only an audit takes another one than 1.
+    """
+
+    def __init__(self, source: Source, runs: int, factor: float = 1.0) -> None:
+        self._source, self._runs, self._factor = source, runs, factor
+        self._drawn: dict[tuple[str, Address, tuple[int, ...]], Floats] = {}
+        self._sizes: dict[Address, int] = {}
+        self.private = source.private
+
+    def rows(self) -> list[SharedDrawsRow]:
+        """One source per run."""
+        return [SharedDrawsRow(self, run) for run in range(self._runs)]
+
+    def fresh(self) -> SharedDraws:
+        return self
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self._factor * self._source.normal(at, shape)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self._source.uniform(at, shape)
+
+    def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
+        """Bounds on the ideal normal of an element of the draw for all runs."""
+        assert is_exact(self._source)
+        low, high = self._source.bounds(at, element, words)
+        return Fraction(self._factor) * low, Fraction(self._factor) * high
+
+    def words(self, at: Address, count: int) -> Words:
+        return self._source.words(at, count)
+
+    def row(self, name: str, at: Address, shape: tuple[int, ...], run: int) -> Floats:
+        """The row of one run, of a draw for all of them."""
+        key = (name, at, shape)
+        if key not in self._drawn:
+            self._sizes[at] = math.prod(shape)
+            self._drawn[key] = getattr(self, name)(at, (self._runs, *shape))
+        return np.asarray(self._drawn[key][run])
+
+    def row_bounds(self, at: Address, element: int, words: int, run: int) -> tuple[Fraction, Fraction]:
+        """Bounds on the ideal normal of an element of one run's row."""
+        return self.bounds(at, run * self._sizes[at] + element, words)
+
+    def row_words(self, at: Address, count: int, run: int) -> Words:
+        """One column per run, so that a longer draw of a run starts with the shorter one."""
+        return self._source.words(at, self._runs * count).reshape(count, self._runs)[:, run]
+
+
+class SharedDrawsRow(NamedTuple):
+    """The source of one run: a row of the shared draws."""
+
+    common: SharedDraws
+    run: int
+
+    @property
+    def private(self) -> bool:
+        return self.common.private
+
+    def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self.common.row("normal", at, shape, self.run)
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        return self.common.row("uniform", at, shape, self.run)
+
+    def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
+        return self.common.row_bounds(at, element, words, self.run)
+
+    def words(self, at: Address, count: int) -> Words:
+        return self.common.row_words(at, count, self.run)
+
+    def fresh(self) -> SharedDrawsRow:
+        return self
+
+
+def joint_source(sources: Sequence[Source]) -> SharedDraws | None:
+    """The shared draws of which these sources are all rows, in order; None if they are not."""
+    rows = [each for each in sources if isinstance(each, SharedDrawsRow)]
+    if len(rows) < len(sources) or any(each.common is not rows[0].common for each in rows):
+        return None
+    return rows[0].common if [each.run for each in rows] == list(range(len(rows))) else None
+
+
 def source(seed: int | None) -> Source:
     """The source of all randomness of a run: noise, minibatches, dropout.
 
