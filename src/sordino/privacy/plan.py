@@ -41,6 +41,7 @@ from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
+MOST_STREAM_TERMS = 2**35  # records times rounds of a stream of integers: its rows are sums of rounded answers
 
 Result = TypeVar("Result")
 
@@ -177,7 +178,7 @@ class Plan:
         if self.sampling.kind != "poisson" or not (self.rates < 1).any():
             return np.asarray(np.rint(sizes * self.rates).astype(int))
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
-        tail = slots.tail(self.privacy.epsilon, self.privacy.delta, self.rounds * max(calls, 1))
+        tail = slots.tail(self.privacy.delta, self.rounds * max(calls, 1))
         return slots.slots(sizes, self.rates, tail)
 
 
@@ -325,8 +326,13 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
             f"messages: {len(integers.messages)} are described, but there are {len(plan.stages)} stages."
         )
     quantization.check(plan.method, integers)
-    for stage, number, _ in noised_queries(plan):
+    for stage, number, query in noised_queries(plan):
         plan_mechanism(plan, stage, number)
+        if _spans_rounds(query) and max(plan.sizes) * (plan.stage_rounds[stage] + 2) > MOST_STREAM_TERMS:
+            raise SordinoError(
+                f"rounds: {plan.stage_rounds[stage]} rounds of a stream with {max(plan.sizes):,} records: rounding "
+                "could move a row by more than the margin of the clip; use fewer rounds."
+            )
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
     if plan.privacy.person_clients > 1:
