@@ -335,8 +335,8 @@ NOTES = (
     "T K: who came to all rounds. T K l: who came to its share of them; a schedule gives some clients more, and a run "
     "counts what each one's own schedule says. Not knowing who came helps no record: other records of a client tell",
     "dp-fedsam noises two gradients of each minibatch, which counts as one with sigma / sqrt(2)",
-    "the paper draws minibatches of a fixed size, for which no bound under add-remove is known here, and a loose "
-    "one (Rényi's) under replace-one; a preset draws Poisson ones of the same expected size",
+    "the paper draws minibatches of a fixed size, which need more noise than Poisson's, because a record that is drawn "
+    "takes the place of another; a preset draws Poisson ones of the same expected size",
     "step sizes are table 20's (ResNet-18); for other models the paper prints grids only. tau, rho and the smoothing's "
     "strength are not printed. dp-fedavg, dp-fedavg-ls and dp-scaffold run without the weight decay of 0.001, and with "
     "dp-fedsam without cosine decay of steps, which they do not have here",

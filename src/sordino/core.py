@@ -661,6 +661,8 @@ class Facts:
     intervals: int = 0  # of a survival model
     mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
     persons: bool = False  # sums have one clipped term per person
+    same_records: bool = True  # every round is about all records: everybody takes part, and there are no minibatches
+    query_stds: tuple[float | Tensor, ...] = ()  # as `aggregate_std`, of each noised query of the stage
 
 
 class Checkpoint(NamedTuple):

@@ -273,6 +273,23 @@ def test_no_small_client_pays_for_the_others(trust, adjacency, divisor):
         assert not keeps(epsilon, seen_in_the_sum(found, 0.9 * own))
 
 
+@pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedfc", "dp-ftrl"])
+@pytest.mark.parametrize("requested_epsilons", [{}, {3: 0.7}])
+def test_rounds_and_weights_are_counted_together(name, requested_epsilons):
+    """In sums of unequal clients with cohorts: the worst account is at the promise, and nobody is beyond it."""
+    asked = {"trust": SA, "divisor": "client-mean", "participation": "fixed:2", "client_epsilon": requested_epsilons}
+    found = plan((10, 40, 80, 120, 150), 12, 2.0, method=build(name), **asked)
+    spent, limits = np.zeros(5), np.array([requested_epsilons.get(i, 2.0) for i in range(5)])
+    for noise in calibration.query_noises(found):
+        counts, factor = releases.release_counts(found, noise.stage, noise.query)
+        spent += counts * (factor * noise.weight * noise.sensitivity / (noise.weight * noise.std).max()) ** 2
+    own = np.array([gaussian.epsilon(math.sqrt(square), found.privacy.delta) for square in spent])
+    assert (own / limits).max() == pytest.approx(1, rel=1e-8)
+    np.testing.assert_allclose(own, epsilons(found), rtol=1e-8)
+    fewer = gaussian.epsilon(1.01 * math.sqrt(spent[(own / limits).argmax()]), found.privacy.delta)
+    assert fewer > limits[(own / limits).argmax()] * 1.005  # mutant: 1 % less noise
+
+
 def test_equal_noise_in_a_mean_of_client_means_would_not_do():
     """The smallest of 20 clients would get up to 28 for 10: its record weighs 2.2 times the mean (section 0.3)."""
     inverse = 1 / np.array(TABLE_14, dtype=float)

@@ -60,10 +60,9 @@ def plan(
 def own_account(found, i, *, slower=1.0):
     """Epsilon of client i, from the noise that the engines add and the definitions alone. `slower`: a mutant's rate."""
     promise, drawn, whole = found.privacy, {}, 0.0
-    replaced = promise.adjacency is Adjacency.REPLACE_ONE
     kind = found.participation.kind
     hidden = promise.unit is Unit.CLIENT and promise.trust is Trust.TRUSTED_SERVER
-    hidden = hidden and (kind == "poisson" or (kind == "fixed" and replaced))
+    hidden = hidden and kind in ("poisson", "fixed")
     sizes = np.asarray(found.sizes, dtype=float)
     batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
     rates = np.ones(found.clients) if found.sampling.kind == "full" else np.minimum(batch, 1) * np.ones(found.clients)
@@ -108,6 +107,8 @@ PLANS = {
     "poisson, replace-one": dict(batch="poisson:4"),
     "a part": dict(batch="poisson:0.1", divisor="client-mean"),
     "fixed": dict(batch="fixed:4"),
+    "fixed, add-remove": dict(batch="fixed:4", **ADD),
+    "fixed, in sums": dict(batch="fixed:4", sizes=(12, 12), **SA),
     "a small client": dict(batch="poisson:12", sizes=(5, 60)),
     "sums of unequal clients": dict(batch="poisson:4", **SA),
     "sums, clients alike": dict(batch="poisson:4", divisor="client-mean", **SA, **ADD),
@@ -124,6 +125,7 @@ PLANS = {
     "whole clients, add-remove": dict(who="poisson:0.3", **CLIENT, **ADD),
     "whole clients, replace-one": dict(who="poisson:0.3", **CLIENT),
     "whole clients, so many": dict(who="fixed:1", **CLIENT),
+    "whole clients, so many, add-remove": dict(who="fixed:1", **CLIENT, **ADD),
     "whole clients and minibatches": dict(who="poisson:0.3", batch="poisson:4", **CLIENT, **ADD),
 }
 PSD = pytest.param(
@@ -191,8 +193,7 @@ def test_many_unlike_clients_round_their_rates_up():
 @pytest.mark.parametrize("who", ["full", "fixed:1", "poisson:0.5", "cyclic:2", "poisson:1"])
 def test_cohorts_hide_users_from_those_who_do_not_see_them(unit, trust, adjacency, who):
     found = plan(who=who, unit=unit, trust=trust, adjacency=adjacency, sizes=(4, 4, 4))
-    bounded = who == "poisson:0.5" or (who == "fixed:1" and adjacency is Adjacency.REPLACE_ONE)
-    wanted = bounded and unit is Unit.CLIENT and trust is Trust.TRUSTED_SERVER
+    wanted = who in ("poisson:0.5", "fixed:1") and unit is Unit.CLIENT and trust is Trust.TRUSTED_SERVER
     assert found.amplified == wanted
     if not wanted:
         counts = sum(np.isin(np.arange(3), cohort) for cohort in found.cohorts)
@@ -222,7 +223,6 @@ def test_minibatches_within_a_message_that_is_noised_hide_nothing(name, options,
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        (dict(batch="fixed:4", **ADD), "add-remove"),
         (dict(name="dp-fednew", batch="poisson:4"), "bound or noise"),
         (dict(name="dp-fednew-fc", batch="poisson:4"), "bound or noise"),
         (dict(name="dp-ftrl", batch="poisson:4"), "bound or noise"),
@@ -305,14 +305,18 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
     alone = [cost(k, part) for k, part in enumerate(kinds)]
     together = cost("all", *kinds)
     assert together > max(alone)
-    # One sampler's account with all others as if nothing had been sampled: here add-remove of the first.
+    # One adjacency's account with all others as if nothing had been sampled: here add-remove of the first.
     others = math.sqrt(sum(k.times * (k.sensitivity / k.std) ** 2 for k in kinds[1:]))
     assert together <= subsampled.epsilon([SampledGaussian(0.1, 1.0, 4)], 1e-5, Adjacency.ADD_REMOVE, others) * (
         1 + 1e-9
     )
     assert together < gaussian.epsilon(math.hypot(others, 2.0), 1e-5)
+    # Poisson and fixed-size charges under one adjacency are both counted as sampled.
+    both = [SampledGaussian(0.1, 1.0, 4, sampler) for sampler in (Sampler.POISSON, Sampler.FIXED)]
+    own = cost("both", *kinds[1:3])
+    assert own == pytest.approx(subsampled.epsilon(both, 1e-5, Adjacency.REPLACE_ONE), rel=1e-9)
     with pytest.raises(SordinoError, match="sampler"):
-        cost("crossed", entry(0.1, "fixed add-remove"))
+        cost("crossed", entry(0.1, "cyclic add-remove"))
 
 
 def test_every_limit_ever_set_is_kept(tmp_path):

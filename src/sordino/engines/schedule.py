@@ -127,12 +127,21 @@ def round_plans_of_runs(plans: Sequence[Plan], model: Model, start: int) -> Iter
             sum_stds[round_plan.first] = [
                 np.array([calibration.aggregate_std(p, s, k) for p in plans]) for k in queries
             ]
-            aggregate_std = torch.tensor([[calibration.aggregate_std(plan, s)] for plan in plans], dtype=torch.float64)
-            facts[round_plan.first] = replace(round_plan.facts, aggregate_std=aggregate_std)
+            each = [calibration.stage_facts(plan, s) for plan in plans]
+            facts[round_plan.first] = replace(
+                round_plan.facts,
+                aggregate_std=_of_runs([own.aggregate_std for own in each]),
+                query_stds=tuple(map(_of_runs, zip(*(own.query_stds for own in each), strict=True))),
+            )
         client_stds = [
             calibration.noise_share(plans[0], len(round_plan.cohort)) * std for std in stds[round_plan.first]
         ]
         yield round_plan._replace(facts=facts[round_plan.first], stds=client_stds, sum_stds=sum_stds[round_plan.first])
+
+
+def _of_runs(stds: Sequence[float | Tensor]) -> Tensor:
+    """One number per run, as a column."""
+    return torch.tensor(stds, dtype=torch.float64).unsqueeze(-1)
 
 
 def noise_is_added_to_sum(plan: Plan, stage: Stage) -> bool:
@@ -157,8 +166,8 @@ def noise_is_added_to_sum(plan: Plan, stage: Stage) -> bool:
 def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) -> np.ndarray:
     """Draw a client's minibatch: the record in each slot, or -1 for an empty slot.
 
-    The number of slots is public. Under Poisson sampling each drawn record takes a random free slot, so a record that
-    joins the minibatch moves no other record and does not change how another record is rounded.
+    The number of slots is public. Each drawn record takes a random free slot, so a record that joins the minibatch, or
+    takes the place of another one, moves no other record and does not change how another record is rounded.
 
     Args:
         source: The run's randomness.
@@ -175,8 +184,7 @@ def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) 
     else:
         uniforms = source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),))
         drawn = round_plan.sampling.draw(uniforms, rate)
-        shuffled = round_plan.sampling.kind == "poisson"
-        order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,))) if shuffled else np.arange(slots)
+        order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,)))
     drawn = drawn[drawn < size][:slots]
     record_in_slot = np.full(slots, -1)
     record_in_slot[order[: len(drawn)]] = drawn

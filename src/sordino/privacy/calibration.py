@@ -4,10 +4,12 @@ One rule covers every trust model. A round adds up w_i / b_i times client i's cl
 public divisor of its answers), so a record of client i moves the observed quantity by (w_i / b_i) * sensitivity.
 
 - `untrusted-server`: every message is seen, so each client's own noise must cover its own sensitivity.
-- `secure-aggregation`, `trusted-server`: only the weighted sum is seen. Its noise must cover the client that moves it
-  most, and each participant contributes an equal part of that noise *as it arrives in the sum*. Hence no small client
-  spends more than was promised, whatever the weights. Correlated noise is one stream over all rounds, so every client
-  sends its part of it in every round, also when it is not in the cohort.
+- `secure-aggregation`, `trusted-server`: only the weighted sum is seen. Its noise must cover every client: a client
+  that moves the sum by d in each of its k rounds spends k (d / std)^2 of mu squared. The client with the largest
+  account decides, which need be neither the heaviest one nor the one with the most rounds. Each participant adds an
+  equal part of the noise *as it arrives in the sum*. Hence no client spends more than was promised, whatever the
+  weights. Correlated noise is one stream over all rounds, so every client sends its part of it in every round, also
+  when it is not in the cohort.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
         noise, needed = _query_noise(plan, s, k, query, mu, count / share if count else 1.0)
         noises.append(noise if plan.integers is None else _in_steps(plan, noise, needed))
     if plan.integers is None and plan.noise is None and not plan.noiseless:
-        factor = _subsampling_factor(plan, noises, epsilons)
+        factor = _account_factor(plan, noises, epsilons, mu)
         noises = [noise._replace(std=noise.std * factor) for noise in noises]
     return tuple(noises)
 
@@ -136,6 +138,8 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
         cohort=rate * plan.clients,
         aggregate_std=aggregate_std(plan, stage),
         persons=plan.privacy.unit is Unit.PERSON,
+        same_records=plan.participation.kind == FULL and plan.sampling.kind == FULL,
+        query_stds=tuple(aggregate_std(plan, s, k) for s, k, _ in noised_queries(plan) if s == stage),
     )
 
 
@@ -215,9 +219,22 @@ def _in_steps(plan: Plan, noise: QueryNoise, needed: np.ndarray) -> QueryNoise:
     return noise
 
 
-def _subsampling_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray) -> np.ndarray:
-    """Per client, the part of the noise that remains necessary because releases are about random samples."""
-    columns = [column for noise in noises for column in account_columns(plan, noise)]
+def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, mu: np.ndarray) -> np.ndarray:
+    """Per client, the factor on the noise that its whole account allows: 1, or less.
+
+    Releases may be about random samples. Where only sums are visible, the noise so far covers a client with the largest
+    weight and the largest number of releases, and there may be no such client; then the client whose account needs most
+    noise decides.
+
+    Args:
+      mu: that each client may spend on Gaussian releases about all of its data.
+    """
+    by_query = [account_columns(plan, noise) for noise in noises]
+    if all((query.rate == 1).all() for query in by_query):
+        spent = np.sqrt(sum(query.times * (query.sensitivity / query.std) ** 2 for query in by_query) / mu**2)
+        largest = float(np.max(spent)) * (1 + 1e-12)
+        return np.full(plan.clients, largest if plan.only_sums_visible and 0 < largest < 1 - 1e-9 else 1.0)
+    columns = [column for query in by_query for column in query]
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]

@@ -22,7 +22,6 @@ import numpy as np
 from sordino.core import (
     SAMPLED,
     SEMIDEFINITE,
-    Adjacency,
     Divisor,
     Kind,
     Method,
@@ -43,6 +42,7 @@ from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
+MOST_STREAM_TERMS = 2**35  # records times rounds of a stream of integers: its rows are sums of rounded answers
 
 Result = TypeVar("Result")
 
@@ -134,8 +134,7 @@ class Plan:
             return False
         if any(mechanism_of(query.noise).spans_rounds for _, _, query in noised_queries(self)):
             return False
-        fixed = self.participation.kind == "fixed" and self.privacy.adjacency is Adjacency.REPLACE_ONE
-        return (fixed or self.participation.kind == "poisson") and self.participation.rate(self.clients) < 1
+        return self.participation.kind in ("fixed", "poisson") and self.participation.rate(self.clients) < 1
 
     @cached_property
     def stage_rounds(self) -> tuple[int, ...]:
@@ -180,7 +179,7 @@ class Plan:
         if self.sampling.kind != "poisson" or not (self.rates < 1).any():
             return np.asarray(np.rint(sizes * self.rates).astype(int))
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
-        tail = slots.tail(self.privacy.epsilon, self.privacy.delta, self.rounds * max(calls, 1))
+        tail = slots.tail(self.privacy.delta, self.rounds * max(calls, 1))
         return slots.slots(sizes, self.rates, tail)
 
 
@@ -271,11 +270,6 @@ def unbounded_sampling(plan: Plan) -> str:
             f"{plan.sampling} with person_clients = {plan.privacy.person_clients}: there is no account of a person "
             "whom several clients draw separately. Use batch = full."
         )
-    if noised and plan.sampling.kind == "fixed" and plan.privacy.adjacency is Adjacency.ADD_REMOVE:
-        return (
-            f"{plan.sampling} under add-remove: one more record changes which others are drawn, and nothing is "
-            "proved for that. Use poisson, or adjacency = replace-one."
-        )
     return ""
 
 
@@ -360,8 +354,13 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
             f"messages: {len(integers.messages)} are described, but there are {len(plan.stages)} stages."
         )
     quantization.check(plan.method, integers)
-    for stage, number, _ in noised_queries(plan):
+    for stage, number, query in noised_queries(plan):
         plan_mechanism(plan, stage, number)
+        if _spans_rounds(query) and max(plan.sizes) * (plan.stage_rounds[stage] + 2) > MOST_STREAM_TERMS:
+            raise SordinoError(
+                f"rounds: {plan.stage_rounds[stage]} rounds of a stream with {max(plan.sizes):,} records: rounding "
+                "could move a row by more than the margin of the clip; use fewer rounds."
+            )
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
     if plan.privacy.person_clients > 1:

@@ -4,7 +4,9 @@ The observer wraps the local rules of any method. Engine, clips, minibatches and
 of the records. The observer itself computes in float64.
 
 Minibatches: the observer computes the answer about all records. That is enough if the canary has the only gradient that
-is not zero: the answer about a minibatch is then the same if the canary is in it, and zero otherwise.
+is not zero: the answer about a minibatch is then the same if the canary is in it, and zero otherwise. It is also enough
+for minibatches of a fixed size if all other records have one and the same gradient, and data set 0 holds no others
+(`Attack.opposed`): then that gradient follows from the answer about data set 0.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Through
-from sordino.core import SAMPLED, Broadcast, Kind, Local, Method, Shard, Stage, Tree, keep
+from sordino.core import SAMPLED, Adjacency, Broadcast, Kind, Local, Method, Shard, Stage, Tree, keep
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.engines.oracle import Oracle
@@ -66,6 +68,7 @@ class Attack(NamedTuple):
     model: core.Model
     neighbours: tuple[AttackedRecords, AttackedRecords]
     leaves: bool = False  # in data set 0 the whole victim is absent: it sends noise alone
+    opposed: bool = False  # all records except the canary have one gradient, which is not zero
 
 
 class ObservedRelease(NamedTuple):
@@ -84,11 +87,18 @@ class ObservedRelease(NamedTuple):
     def gap(self) -> Tensor:
         return self.one - self.zero
 
-    def sampled_score(self, rate: float) -> Tensor:
-        """The log likelihood ratio if the answer is noise alone, except with chance `rate`."""
+    def sampled_score(self, rate: float, drawn: Tensor | float = 0.0, everything: Tensor | float = 0.0) -> Tensor:
+        """The log likelihood ratio if the canary is in the minibatch with chance `rate`.
+
+        Args:
+          rate: the chance.
+          drawn: the answer about a minibatch without the canary.
+          everything: the answer about all records if the canary were like the others.
+        """
         logs = []
-        for sent in (self.zero, self.one):
-            tilt = (self.released * sent - sent.square() / 2).flatten(1).sum(-1) / self.variance
+        for answer in (self.zero, self.one):
+            sent = answer - everything  # what the canary, or its empty place, changes
+            tilt = ((self.released - drawn) * sent - sent.square() / 2).flatten(1).sum(-1) / self.variance
             logs.append(torch.logaddexp(tilt + math.log(rate), torch.full_like(tilt, math.log1p(-rate))))
         return logs[1] - logs[0]
 
@@ -142,7 +152,7 @@ class Watch:
         whole = {key: stream for key, stream in self.streams.items() if self._rate(*key) == 1}
         parts = [terms.flatten(1).sum(-1) for terms, _ in self.terms(whole)]
         parts += [
-            release.sampled_score(self._rate(*key))
+            release.sampled_score(self._rate(*key), *self._others(*key, release))
             for key in self.streams.keys() - whole
             for release in self.streams[key]
         ]
@@ -189,6 +199,16 @@ class Watch:
         """The chance that the canary is in the minibatch of this query; 1 without minibatches."""
         sampled = self.plan.stages[s].queries[number].kind in SAMPLED
         return float(self.plan.rates[VICTIM]) if sampled else 1.0
+
+    def _others(self, s: int, number: int, release: ObservedRelease) -> tuple[Tensor | float, Tensor | float]:
+        """The answers about a minibatch and about all records, if all of them are like those beside the canary."""
+        if not self.attack.opposed:
+            return 0.0, 0.0
+        sizes = np.asarray(self.plan.sizes, dtype=float)
+        weights = self.weights / self._divisor(s, number, np.arange(self.plan.clients))
+        absent = self.plan.privacy.adjacency is Adjacency.ADD_REMOVE
+        one = release.zero / float((weights * sizes).sum() - absent * weights[VICTIM])  # a record of weight 1
+        return one * float((weights * sizes * self.plan.rates).sum()), one * float((weights * sizes).sum())
 
     def _divisor(self, s: int, number: int, clients: np.ndarray) -> np.ndarray:
         """The divisor of the clients' sums: the actual or expected number of records of an answer."""

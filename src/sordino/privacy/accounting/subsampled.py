@@ -6,6 +6,33 @@ Poisson sampling: each record takes part with probability q, independently for e
     add-remove   (1-q) N(0) + q N(mu)  against  N(0), and the reverse: both are composed, and the worse one counts
     replace-one  (1-q) N(0) + q N(mu)  against  (1-q) N(0) + q N(-mu)
 
+Samples of a fixed size m out of n, without replacement, where n is public: a subset T of m other records is drawn, and
+a member y of T. With chance q = m / n the record x takes the place of y. An absent record leaves its place empty. Given
+T and y, whose weights are the same for both neighbours, one release compares, up to a common shift,
+
+    add-remove   (1-q) N(y) + q N(x)  against  (1-q) N(y) + q N(0), and the reverse
+    replace-one  (1-q) N(y) + q N(x)  against  (1-q) N(y) + q N(x'),     where |x|, |x'|, |y| <= mu.
+
+For alpha >= 1 the hockey-stick divergence of the last pair is the largest value, over sets S, of
+
+    q N(x)(S) - (alpha - 1) (1-q) N(y)(S) - alpha q N(x')(S).
+
+If N(x)(S) = Phi(z), then N(y)(S) >= Phi(z - |x - y|) and N(x')(S) >= Phi(z - |x - x'|) (Neyman and Pearson). Half-lines
+have equality in both if y and x' lie 2 mu behind x on a line. So the pair
+
+    remove(2 mu):  (1-q) N(0) + q N(2 mu)  against  N(0)
+
+dominates for alpha >= 1; advanced joint convexity gives the same (Balle, Barthe, Gaboardi 2018). With an empty place
+instead of x' the same argument gives, for a record that leaves and for one that joins,
+
+    vacate(mu):    (1-q) N(0) + q N(2 mu)  against  (1-q) N(0) + q N(mu)
+    remove(mu):    (1-q) N(0) + q N(mu)    against  N(0).
+
+For alpha < 1 the divergence is 1 - alpha + alpha times that of the exchanged pair at 1 / alpha. So one release is
+dominated by a pair whose losses above 0 are those of one of these pairs (remove(2 mu); vacate; remove), whose losses
+below 0 are those of another one exchanged (remove(2 mu); remove; vacate), and which has all other mass at a loss of 0.
+The parts fit: both have the same divergence at alpha = 1, because that one is symmetric.
+
 Independent draws of the pairs, all in one direction, dominate the composition (Zhu, Dong, Wang 2022):
 
     delta(epsilon) = E_P[(1 - exp(epsilon - L))_+],   where L is the sum of the losses log dP/dQ.
@@ -19,9 +46,6 @@ off, wrapped around or lost to rounding are added.
 Every number is a float64, or a pair of float64 (`double_double`) where the rounding of float64 would cost too much. The
 width of `long double` does not matter. Machines differ in the last bits of exp, log and the Fourier transform. These
 differences are within the added bounds, and move an epsilon by a few parts in 1e9 at most (usually in 1e14).
-
-For samples of a fixed size, without replacement, this module uses the Rényi bound of Wang, Balle and Kasiviswanathan
-(2019), which holds for replace-one only.
 """
 
 from __future__ import annotations
@@ -38,7 +62,7 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are used
-from scipy.special import erfcx, gammaln, ndtr
+from scipy.special import erfcx, ndtr
 
 from sordino import files
 from sordino.core import Adjacency
@@ -46,11 +70,11 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import double_double, gaussian
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 3  # of the algorithm: cached results of other versions are not read
+VERSION = 4  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
 PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
-MOST_MU = 25.0  # above it sampling helps too little to need a grid: the closed form without sampling is used
+MOST_MU = 25.0  # of a shift: above it sampling helps too little to need a grid; no sampling is assumed
 MOST_LOSS = 600.0  # of one release: a larger loss counts as infinite
 _UNIT = 2.0**-52
 # Share of delta. If the bound on the transform's rounding exceeds it, double-double arithmetic is used.
@@ -100,7 +124,7 @@ def epsilon(releases: Iterable[SampledGaussian], delta: float, adjacency: Adjace
       An upper bound on epsilon.
 
     Raises:
-      SordinoError: an argument is out of its range, or the samplers do not compose.
+      SordinoError: an argument is out of its range.
     """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     return _epsilon(parts, delta, adjacency, mu)
@@ -119,16 +143,13 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
       An upper bound on delta.
 
     Raises:
-      SordinoError: an argument is out of its range, or the samplers do not compose.
+      SordinoError: an argument is out of its range.
     """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     plain = gaussian.delta(_unsampled(parts, adjacency, mu), epsilon)
     if not parts or plain == 0:
         return plain
-    if parts[0].sampler is Sampler.FIXED:
-        orders, rdp = _renyi(parts, mu)
-        return min(plain, math.exp(min(0.0, float(np.min(_log_delta(orders, rdp, epsilon))))))
-    if max(part.mu for part in parts) > MOST_MU:
+    if _too_far(parts, adjacency):
         return plain
     rare = gaussian.delta(mu, epsilon) + _ever(parts) * plain  # by convexity: see `_ever`
     worst = 0.0
@@ -142,7 +163,7 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
                 break
             level = max(min(least, 0.5), 1e-100)
         worst = max(worst, least)
-    return min(plain, worst, rare * (1 + 1e-9)) / (1 - OVERFLOW)
+    return min(plain, worst, rare * (1 + 1e-9)) / (1 - _overflow(parts))
 
 
 def scale(
@@ -170,7 +191,7 @@ def scale(
       The factor; 0 if epsilon is infinite.
 
     Raises:
-      SordinoError: an argument is out of its range, or the samplers do not compose.
+      SordinoError: an argument is out of its range.
     """
     gaussian._check(epsilon=epsilon, delta=delta, tolerance=tolerance)
     parts, mu = _fold(releases, adjacency, gaussian_mu)
@@ -191,7 +212,7 @@ def scale(
 def multiplier(
     rate: float, times: int, epsilon: float, delta: float, adjacency: Adjacency, sampler: Sampler = Sampler.POISSON
 ) -> float:
-    """The standard deviation divided by the clip, for equal releases; at least 1 / MOST_MU.
+    """The standard deviation divided by the clip, for equal releases.
 
     Args:
       rate: the chance of a record to take part.
@@ -270,15 +291,6 @@ def _fold(
         else:
             key = (float(rate), float(release_mu), sampler)
             parts[key] = parts.get(key, 0) + int(times)
-    samplers = {sampler for _, _, sampler in parts}
-    if len(samplers) > 1:
-        raise SordinoError(
-            "sampler: there is no account of poisson and fixed samples together; use one of them throughout."
-        )
-    if samplers == {Sampler.FIXED} and adjacency != Adjacency.REPLACE_ONE:
-        raise SordinoError(
-            "sampler: there is no account of samples of a fixed size under add-remove; use poisson, or replace-one."
-        )
     return tuple(SampledGaussian(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
 
 
@@ -292,9 +304,23 @@ def _ways(adjacency: Adjacency) -> tuple[str, ...]:
     return ("replace",) if adjacency == Adjacency.REPLACE_ONE else ("remove", "add")
 
 
+def _too_far(parts: Sequence[SampledGaussian], adjacency: Adjacency) -> bool:
+    """Whether a pair's means are too far apart for a grid."""
+    pairs = [_pair(part, way) for part in parts for way in _ways(adjacency)]
+    return max(max(pair.upper_mu, pair.lower_mu) for pair in pairs) > MOST_MU
+
+
+def _overflow(parts: Sequence[SampledGaussian]) -> float:
+    """The share of delta that is reserved for a Poisson minibatch that overflows its slots."""
+    return OVERFLOW if any(part.sampler is Sampler.POISSON for part in parts) else 0.0
+
+
 def _most_loss(parts: Sequence[SampledGaussian], mu: float, way: str) -> float:
-    """The epsilon at which delta is 0: a record that joins reduces no output's probability below a factor of 1 - q."""
-    return math.inf if mu > 0 or way != "add" else -sum(part.times * math.log1p(-part.rate) for part in parts)
+    """The epsilon at which delta is 0: a record that joins a Poisson sample reduces no output's probability below a
+    factor of 1 - q."""
+    if mu > 0 or any(_pair(part, way).upper != "add" for part in parts):
+        return math.inf
+    return -sum(part.times * math.log1p(-part.rate) for part in parts)
 
 
 def _ever(parts: Sequence[SampledGaussian]) -> float:
@@ -314,16 +340,11 @@ def _rare(parts: Sequence[SampledGaussian], mu: float, delta: float) -> float:
 
 @lru_cache(maxsize=4096)
 def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjacency, mu: float) -> float:
-    if parts and parts[0].sampler is Sampler.POISSON:
-        delta *= 1 - OVERFLOW  # reserved for a minibatch that overflows its slots
+    delta *= 1 - _overflow(parts)
     plain = gaussian.epsilon(_unsampled(parts, adjacency, mu), delta)
     if not parts or plain == 0 or math.isinf(plain):
         return plain
-    if parts[0].sampler is Sampler.FIXED:
-        orders, rdp = _renyi(parts, mu)
-        epsilons = rdp + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
-        return min(plain, max(0.0, float(epsilons.min())))
-    if max(part.mu for part in parts) > MOST_MU:
+    if _too_far(parts, adjacency):
         return plain
     rare = _rare(parts, mu, delta)
     if rare == 0:
@@ -372,7 +393,7 @@ def _search(
 
     def excess(grid: float, s: float, near: bool) -> float:
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
-        if grid and scaled[0].sampler is Sampler.POISSON and max(part.mu for part in scaled) <= MOST_MU:
+        if grid and not _too_far(scaled, adjacency):
             curve = _curve(scaled, mu / s, _ways(adjacency)[0], delta, target if near else None, grid=grid)
             reached = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
         else:
@@ -415,31 +436,78 @@ def _limit_guess(
 ) -> float:
     """The scale by the central limit (Bu et al. 2020): where the search starts. It is not a bound."""
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
+
+    def chi_squared(part: SampledGaussian, s: float) -> float:
+        square = min((part.mu / s) ** 2, 100.0)
+        if part.sampler is Sampler.POISSON:
+            of_one = twice**2 * math.expm1(square)
+        else:  # of remove(2 mu), or of vacate(mu)
+            of_one = math.expm1(4 * square) + (0.0 if twice == 2 else math.expm1(square) - 2 * math.expm1(2 * square))
+        return part.times * part.rate**2 * of_one
+
     low = high * 1e-6
     top = high
     for _ in range(40):
         s = math.sqrt(low * top)
-        chi = (twice**2 * p.times * p.rate**2 * math.expm1(min((p.mu / s) ** 2, 600.0)) for p in parts)
-        low, top = (s, top) if math.sqrt((mu / s) ** 2 + sum(chi)) > allowed else (low, s)
+        limit = math.sqrt((mu / s) ** 2 + sum(chi_squared(part, s) for part in parts))
+        low, top = (s, top) if limit > allowed else (low, s)
     return min(max(top, high * 1e-3), high * (1 - 1e-6))
 
 
 # ------------------------------------------------------------------------------- the loss of one release, and of all
 
 
+class _Pair(NamedTuple):
+    """The pair that dominates one release: its losses above 0 are those of `upper`, those below 0 are those of `lower`.
+
+    Where both are the same pair, nothing is spliced. The names are those of `_mixtures`.
+    """
+
+    upper: str
+    upper_mu: float
+    lower: str
+    lower_mu: float
+
+
+def _pair(part: SampledGaussian, way: str) -> _Pair:
+    """The dominating pair of a part, in one direction of the relation."""
+    mu = part.mu
+    if part.sampler is not Sampler.FIXED:
+        return _Pair(way, mu, way, mu)
+    pairs = {
+        "replace": _Pair("remove", 2 * mu, "add", 2 * mu),
+        "remove": _Pair("vacate", mu, "add", mu),
+        "add": _Pair("remove", mu, "fill", mu),
+    }
+    return pairs[way]
+
+
 def _mixtures(q: float, mu: float, way: str) -> tuple[Mixture, Mixture]:
-    """P and Q, oriented such that the loss increases with x."""
+    """P and Q, oriented such that the loss increases with x, at least where it is above 0 (vacate) or below (fill).
+
+    `add` is `remove` exchanged, and `fill` is `vacate` exchanged; both are mirrored.
+    """
     with_it, without = ((1 - q, 0.0), (q, mu)), ((1.0, 0.0),)
     mirrored = ((1 - q, 0.0), (q, -mu))
-    return {"remove": (with_it, without), "add": (without, mirrored), "replace": (with_it, mirrored)}[way]
+    return {
+        "remove": (with_it, without),
+        "add": (without, mirrored),
+        "replace": (with_it, mirrored),
+        "vacate": (((1 - q, 0.0), (q, 2 * mu)), with_it),
+        "fill": (mirrored, ((1 - q, 0.0), (q, -2 * mu))),
+    }[way]
 
 
 def _loss(x: Array, q: float, mu: float, way: str) -> Array:
     """The loss log dP/dQ at x."""
 
-    def against(x: Array) -> Array:  # log of ((1-q) N(0) + q N(mu)) / N(0)
+    def against(x: Array, mu: float = mu) -> Array:  # log of ((1-q) N(0) + q N(mu)) / N(0)
         return np.logaddexp(math.log1p(-q), math.log(q) + mu * x - mu * mu / 2)
 
+    if way == "vacate":
+        return np.asarray(against(x, 2 * mu) - against(x))
+    if way == "fill":
+        return np.asarray(against(-x) - against(-x, 2 * mu))
     ahead = against(x) if way != "add" else np.zeros_like(x)
     return ahead - against(-x) if way != "remove" else ahead
 
@@ -449,11 +517,23 @@ def _where(loss: Array, q: float, mu: float, way: str) -> Array:
     if way == "replace":  # a quadratic in exp(mu x); with z = exp(mu x - loss/2) it reads z - 1/z = 2 sinh(loss/2) / r
         ratio = (1 - q) / q * math.exp(mu * mu / 2)
         return (loss / 2 + np.arcsinh(ratio * np.sinh(loss / 2))) / mu
+    if way == "vacate":
+        # A quadratic in v = exp(mu x - mu²): v² = e^loss c v + (e^loss - 1) (1-q) / q with c = exp(mu²/2). With
+        # v = e^loss c w it reads w² = w + t.
+        t = (1 - q) / q * np.exp(-loss - mu * mu) * -np.expm1(-loss)
+        return np.asarray(1.5 * mu + (loss + np.log1p(2 * t / (1 + np.sqrt(1 + 4 * t)))) / mu)
+    if way == "fill":
+        return -_where(-loss, q, mu, "vacate")
     if q == 1:
         return loss / mu + mu / 2
     sign = 1.0 if way == "remove" else -1.0
     with np.errstate(divide="ignore"):
         return sign * (np.log1p(np.maximum(np.expm1(sign * loss) / q, -1.0)) + mu * mu / 2) / mu
+
+
+def _ends(mu: float, way: str, reach: float) -> tuple[float, float]:
+    """Where x ends: P has little mass beyond `reach` standard deviations from its means."""
+    return {"vacate": (-reach, 2 * mu + reach), "fill": (-mu - reach, reach)}.get(way, (-reach, mu + reach))
 
 
 def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
@@ -468,8 +548,8 @@ def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
     return mass, slack
 
 
-def _discrete(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[Array, float]:
-    """A dominating pair: P's masses on the losses low·h ... high·h, and at infinity."""
+def _cells(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[float, Array, float]:
+    """P's masses below the loss low·h, on the losses low·h ... high·h, and above; cells are split to their ends."""
     losses = h * np.arange(low, high + 1)
     x = np.concatenate([[-np.inf], _where(losses, q, mu, way), [np.inf]])
     (p, p_slack), (r, r_slack) = (_masses(x, mixture) for mixture in _mixtures(q, mu, way))
@@ -478,10 +558,39 @@ def _discrete(q: float, mu: float, way: str, h: float, low: int, high: int) -> t
     total = p + p_slack
     up = np.clip(up, 0.0, total[inner])
     mass = np.zeros(len(losses))
-    mass[0] += total[0]
     mass[:-1] += total[inner] - up
     mass[1:] += up
-    return mass, float(total[-1])
+    return float(total[0]), mass, float(total[-1])
+
+
+def _discrete(q: float, pair: _Pair, h: float, low: int, high: int) -> tuple[Array, float]:
+    """A dominating pair: P's masses on the losses low·h ... high·h, and at infinity."""
+    if pair.upper == pair.lower or low >= 0:  # all losses up to low·h become low·h, whatever they are
+        below, mass, beyond = _cells(q, pair.upper_mu, pair.upper, h, low, high)
+        mass[0] += below
+        return mass, beyond
+    not_above, up, beyond = _cells(q, pair.upper_mu, pair.upper, h, 0, high)
+    below, down, not_below = _cells(q, pair.lower_mu, pair.lower, h, low, 0)
+    # P has mass 1: what is left for a loss of 0, and what rounding may have taken from it.
+    rest = max(0.0, not_above + not_below - 1) + 16 * _UNIT
+    mass = np.concatenate([down[:-1], [down[-1] + rest + up[0]], up[1:]])
+    mass[0] += below
+    return mass, beyond
+
+
+def _moments(q: float, pair: _Pair, reach: float) -> tuple[Array, Array]:
+    """Losses of one release, and the logarithms of P's masses on them; not a bound."""
+    losses, masses = [], []
+    for way, mu, sign in ((pair.upper, pair.upper_mu, 1.0), (pair.lower, pair.lower_mu, -1.0)):
+        x = np.linspace(*_ends(mu, way, reach), 800)
+        density = sum(w * np.exp(-((x - m) ** 2) / 2) for w, m in _mixtures(q, mu, way)[0])
+        loss, mass = _loss(x, q, mu, way), density * (x[1] - x[0]) * 0.3989422804
+        if pair.upper == pair.lower:
+            return loss, np.log(mass + 1e-300)
+        losses.append(loss[sign * loss > 0])
+        masses.append(mass[sign * loss > 0])
+    rest = max(0.0, 1 - sum(float(mass.sum()) for mass in masses))
+    return np.concatenate([*losses, [0.0]]), np.log(np.concatenate([*masses, [rest]]) + 1e-300)
 
 
 class _Curve(NamedTuple):
@@ -504,11 +613,7 @@ def _curve(
     reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
     shapes = []
     for part in parts:  # these moments only place the grid, so they need not be bounds
-        x = np.linspace(-reach, part.mu + reach, 800)
-        density = sum(w * np.exp(-((x - m) ** 2) / 2) for w, m in _mixtures(part.rate, part.mu, way)[0])
-        shapes.append(
-            (part.times, _loss(x, part.rate, part.mu, way), np.log(density * (x[1] - x[0]) + 1e-300) - 0.9189385)
-        )
+        shapes.append((part.times, *_moments(part.rate, _pair(part, way), reach)))
 
     def moments(theta: float) -> tuple[float, float, float]:
         """log E_P exp(theta L), and its first two derivatives."""
@@ -600,19 +705,27 @@ def _compose(
     log_most, errors = np.zeros(half), np.zeros(half)
     unit = double_double.UNIT if precise else _UNIT
     c = 3 * unit * math.log2(size)
-    pieces = [(part.rate, part.mu, part.times, way) for part in parts]
-    pieces += [(1.0, mu, 1, "remove")] if mu > 0 else []
-    for q, piece_mu, times, piece_way in pieces:
+    pieces = [(part.rate, _pair(part, way), part.times) for part in parts]
+    pieces += [(1.0, _Pair("remove", mu, "remove", mu), 1)] if mu > 0 else []
+    for q, pair, times in pieces:
         if q == 1:
-            ends = piece_mu * np.array([piece_mu / 2 - reach, piece_mu / 2 + reach])
+            ends = mu * np.array([mu / 2 - reach, mu / 2 + reach])
         else:
-            ends = _loss(np.array([-reach, piece_mu + reach]), q, piece_mu, piece_way)
-        high = math.ceil(min(ends[1], last, MOST_LOSS) / h)
+            outer = (_ends(pair.lower_mu, pair.lower, reach)[0], _ends(pair.upper_mu, pair.upper, reach)[1])
+            ends = np.array(
+                [
+                    _loss(np.array(outer[0]), q, pair.lower_mu, pair.lower),
+                    _loss(np.array(outer[1]), q, pair.upper_mu, pair.upper),
+                ]
+            )
+        high = max(1, math.ceil(min(ends[1], last, MOST_LOSS) / h))
         low = min(max(math.floor(max(ends[0], -MOST_LOSS) / h), high - 2 * size), high - 1)
-        mass, beyond = _discrete(q, piece_mu, piece_way, h, low, high)
+        mass, beyond = _discrete(q, pair, h, low, high)
         losses = h * np.arange(low, high + 1)
         infinite += times * beyond
-        slack += times * 1e-14 * (1 + max(abs(losses[0]), abs(losses[-1])))
+        largest = max(abs(losses[0]), abs(losses[-1]))
+        largest += 4 * pair.upper_mu**2 if pair.upper == "vacate" or pair.lower == "fill" else 0.0  # terms of `_where`
+        slack += times * 1e-14 * (1 + largest)
         with np.errstate(divide="ignore"):
             log_mass = np.log(mass)
         piece_k = _log_sum(log_mass + theta * losses)
@@ -641,7 +754,7 @@ def _compose(
     decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # too small a value is safe
     before = np.append(np.cumsum((weight * decay)[:0:-1])[::-1], 0.0) * np.exp(np.clip(offset, -600, 600))
     missing = infinite + math.exp(min(0.0, log_top - t * last))
-    n = sum(times for _, _, times, _ in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
+    n = sum(times for _, _, times in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
     return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / masses, centre)
 
@@ -686,59 +799,10 @@ def _delta_at(curve: _Curve, epsilon: float) -> float:
     return float(curve.deltas[j] * (1 - share) + curve.deltas[j + 1] * share)
 
 
-# ------------------------------------------------------------------------------------------- samples of a fixed size
-
-
-def _renyi(parts: Sequence[SampledGaussian], mu: float) -> tuple[Array, Array]:
-    """Orders, and the Rényi divergence of all releases. Under replace-one a record moves the sum by 2C."""
-    orders = np.unique(np.append(np.arange(2.0, 129.0), np.geomspace(129, 16384, 60).round()))
-    rdp = orders * mu * mu / 2
-    for part in parts:
-        full = orders * (2 * part.mu) ** 2 / 2
-        rdp = rdp + part.times * np.minimum(full, _without_replacement(orders, part.rate, 2 * part.mu))
-    return orders, rdp
-
-
-def _without_replacement(orders: Array, q: float, mu: float) -> Array:
-    """The Rényi bound of Wang, Balle and Kasiviswanathan (2019), Theorem 27, for N(0) against N(mu):
-
-        exp((a-1) rdp(a)) <= 1 + sum_{j=2}^a C(a, j) q^j min(2 exp(j (j-1) mu²/2), 4 sqrt(M(2⌊j/2⌋) M(2⌈j/2⌉)))
-
-    with M(l) = E_Q[(P/Q - 1)^l], computed for l <= 256 by quadrature (no terms cancel) and rounded up. The factor 2 is
-    the theorem's min(2, ...) for an infinite divergence of infinite order.
-    """
-    j = np.arange(2.0, orders.max() + 1)
-    log_terms = math.log(2) + j * (j - 1) * mu * mu / 2
-    even = np.arange(2, 257, 2)
-    x = np.arange(-12.0, 256 * mu + 12, 0.02) if mu < 4 else np.zeros(0)
-    if len(x):
-        ratio = mu * x - mu * mu / 2
-        with np.errstate(divide="ignore"):
-            log_ratio = np.where(ratio > 30, ratio, np.log(np.abs(np.expm1(np.minimum(ratio, 30.0)))))
-        log_m = np.array([_log_sum(n * log_ratio - x * x / 2) for n in even]) + math.log(0.02) - 0.9189385 + 1e-6
-        tabulated = j <= 256
-        index = j[tabulated].astype(int)
-        paired = math.log(4) + (log_m[index // 2 - 1] + log_m[(index + 1) // 2 - 1]) / 2
-        log_terms[tabulated] = np.minimum(log_terms[tabulated], paired)
-    factorials = gammaln(np.arange(orders.max() + 2) + 1)  # their logarithms
-    log_terms += j * math.log(q) - factorials[2 : len(j) + 2]
-    result = np.empty(len(orders))
-    for i, a in enumerate(orders):
-        n = int(a) - 1  # terms j = 2 ... a
-        rest = factorials[int(a)] - factorials[n - 1 :: -1]  # a! / (a-j)!
-        result[i] = np.logaddexp(0.0, _log_sum(log_terms[:n] + rest)) / (a - 1)
-    return result * (1 + 1e-9)
-
-
 def _log_sum(exponents: Array) -> float:
     """The logarithm of the sum of exponentials."""
     top = float(exponents.max())
     return top + math.log(float(np.exp(exponents - top).sum()))
-
-
-def _log_delta(orders: Array, rdp: Array, epsilon: float) -> Array:
-    """log delta from a Rényi divergence: Canonne, Kamath and Steinke (2020), Proposition 12."""
-    return np.asarray((orders - 1) * (rdp - epsilon + np.log1p(-1 / orders)) - np.log(orders))
 
 
 # ------------------------------------------------------------------------------------------------------ stored on disk

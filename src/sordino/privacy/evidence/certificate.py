@@ -23,6 +23,7 @@ from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
+from sordino.privacy.releases import sampler_of
 from sordino.privacy.spending import Group
 
 CERTIFICATE_FORMAT = 2
@@ -279,7 +280,8 @@ def _sampler(plan: Plan) -> dict[str, str]:
     ways = {
         ("poisson", Adjacency.ADD_REMOVE): "Poisson, add-remove: composed privacy loss distributions",
         ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
-        ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: Rényi bound (Wang, Balle, Kasiviswanathan 2019)",
+        ("fixed", Adjacency.ADD_REMOVE): "fixed size, add-remove: composed privacy loss distributions",
+        ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: composed privacy loss distributions",
     }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
     by = "clients" if plan.amplified else f"{plan.privacy.unit}s"
@@ -400,6 +402,8 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
             "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
             "they hold."
         )
+    if spending.samples(plan) and plan.privacy.adjacency is Adjacency.ADD_REMOVE and sampler_of(plan) == "fixed":
+        facts.append("Who or what is absent leaves its place in a sample of a fixed size empty; nobody else takes it.")
     if plan.integers is not None:
         facts.append(
             "The server follows the protocol of secure aggregation; of the sites at most "

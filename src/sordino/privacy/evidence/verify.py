@@ -11,12 +11,13 @@ and that they belong to an actual run, and only to a reader who knows whose key 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from scipy.special import ndtr
 
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
@@ -133,7 +134,7 @@ def _compare(what: str, claimed: float, recomputed: float, problems: list[str]) 
 def _epsilons(
     releases: Sequence[Mapping[str, Any]], deltas: tuple[float, ...], adjacency: Adjacency
 ) -> tuple[float, ...]:
-    steps = tuple(Step.of(release, adjacency) for release in releases)
+    steps = tuple(map(Step.of, releases))
     return _accounted(steps, deltas, adjacency)
 
 
@@ -143,11 +144,9 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
     deltas if one grid serves them."""
     if any(step.std == 0 and step.moved > 0 and step.times for step in steps):
         return (math.inf,) * len(deltas)
-    rough = sum(step.times * (step.moved / step.std * step.rate) ** 2 for step in steps if step.moved)
+    rough = sum(step.rough(adjacency) for step in steps)
     if not rough:
         return (0.0,) * len(deltas)
-    if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps):
-        return _by_renyi(steps, deltas)
     # Epsilon is at most mu^2/2 + mu sqrt(2 log 1/delta). This is accurate enough to choose a grid.
     guesses = [rough / 2 + math.sqrt(2 * rough * math.log(1 / delta)) for delta in deltas]
     if any(step.mechanism == events.DiscreteGaussian.name for step in steps):
@@ -161,13 +160,14 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
     if all(step.rate == 1 for step in steps):
         mu = math.sqrt(sum(step.times * (step.moved / step.std) ** 2 for step in steps if step.moved and step.times))
         return tuple(_by_formula(mu, delta) for delta in deltas)
-    accountants: dict[float, Any] = {}
+    accountants: dict[float, Callable[[float], float]] = {}
+    by_losses = _of_fixed_size if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps) else _by_losses
     epsilons = []
     for delta, guess in zip(deltas, guesses, strict=True):
         interval = _interval(steps, guess)
         if interval not in accountants:
-            accountants[interval] = _by_losses(steps, interval, adjacency)
-        epsilons.append(float(accountants[interval].get_epsilon(delta)))
+            accountants[interval] = by_losses(steps, interval, adjacency)
+        epsilons.append(float(accountants[interval](delta)))
     return tuple(epsilons)
 
 
@@ -218,8 +218,8 @@ def _interval(steps: Sequence[Step], guess: float) -> float:
     return max(1e-6, interval, (reach**2 / 2 + 10 * reach) / 1e5)
 
 
-def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Any:
-    """An accountant that composes privacy loss distributions."""
+def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Callable[[float], float]:
+    """Epsilon as a function of delta, by an accountant that composes privacy loss distributions."""
     dp = optional("dp_accounting", "verify", "sordino verify")
     from dp_accounting.pld import PLDAccountant
 
@@ -235,27 +235,69 @@ def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> 
             if sampled:
                 event = dp.PoissonSampledDpEvent(step.rate, event)
             accountant.compose(event, step.times)
-    return accountant
+    get_epsilon: Callable[[float], float] = accountant.get_epsilon
+    return get_epsilon
 
 
-def _by_renyi(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
-    """Epsilons for samples of a fixed size under replace-one.
+def _of_fixed_size(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Callable[[float], float]:
+    """Epsilon as a function of delta for samples of a fixed size: dp-accounting discretizes and composes.
 
-    The accountant defines the multiplier as std divided by the whole change, 2 clip. The account without sampling also
-    holds, so the smaller epsilon counts.
+    A release is given by its privacy profile, delta at every epsilon. At epsilon >= 0 the profile is that of `one`
+    pair, and at epsilon < 0 it follows from that of the `other` direction at -epsilon, because delta(epsilon) of (P, Q)
+    is 1 - e^epsilon + e^epsilon delta(-epsilon) of (Q, P).
     """
-    dp = optional("dp_accounting", "verify", "sordino verify")
-    from dp_accounting.rdp import RdpAccountant
+    optional("dp_accounting", "verify", "sordino verify")
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
-    accountant = RdpAccountant(neighboring_relation=dp.NeighboringRelation.REPLACE_ONE)
+    composed = None
     for step in steps:
-        if step.moved and step.times:
-            event: Any = dp.GaussianDpEvent(step.std / step.moved)
-            if step.rate < 1:  # only the rate matters, so sample from 10^9 records
-                event = dp.SampledWithoutReplacementDpEvent(10**9, round(step.rate * 10**9), event)
-            accountant.compose(event, step.times)
-    plain = gaussian.mu_of((step.moved, step.std, step.times) for step in steps)
-    return tuple(min(float(accountant.get_epsilon(delta)), gaussian.epsilon(plain, delta)) for delta in deltas)
+        if not (step.moved and step.times):
+            continue
+        mu = step.moved / step.std
+        if step.rate == 1:
+            release = privacy_loss_distribution.from_gaussian_mechanism(1 / mu, value_discretization_interval=interval)
+        else:
+            far = mu if adjacency is Adjacency.REPLACE_ONE else 2 * mu
+            # The losses of points up to 12 standard deviations away; beyond them is far less mass than any delta.
+            reach = math.log1p(step.rate * math.expm1(min(far * far / 2 + 12 * far, 700.0)))
+            last = math.ceil(reach / interval)
+            at = interval * np.arange(1, last + 1)
+            profiles = [_profile(step.rate, far, 0.0)]  # replace-one: mu is the distance between two terms
+            if adjacency is Adjacency.ADD_REMOVE:
+                profiles = [_profile(step.rate, far, mu), _profile(step.rate, mu, 0.0)]
+            values = [(profile(np.zeros(1)), profile(at)) for profile in profiles]
+            pmfs = []
+            for (at_zero, above), (_, other) in zip(values, reversed(values), strict=True):
+                below = -np.expm1(-at) + np.exp(-at) * other
+                deltas = np.clip(np.concatenate([below[::-1], at_zero, above]), 0.0, 1.0)
+                pmfs.append(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, deltas))
+            release = privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
+        release = release.self_compose(step.times)
+        composed = release if composed is None else composed.compose(release)
+    assert composed is not None
+    get_epsilon: Callable[[float], float] = composed.get_epsilon_for_delta
+    return get_epsilon
+
+
+def _profile(rate: float, far: float, near: float) -> Callable[[np.ndarray], np.ndarray]:
+    """delta at every epsilon >= 0 of (1-q) N(0) + q N(far) against (1-q) N(0) + q N(near), where 0 <= near < far.
+
+    The likelihood ratio exceeds e^epsilon beyond one point, which bisection finds to 1e-8. Delta is the largest value
+    over all points, so its error is of second order.
+    """
+
+    def delta(epsilon: np.ndarray) -> np.ndarray:
+        low, high = np.full(len(epsilon), (near + far) / 2), np.full(len(epsilon), far + 60.0 + 800.0 / far)
+        for _ in range(36):
+            x = (low + high) / 2
+            first, second = (
+                np.logaddexp(math.log1p(-rate), math.log(rate) + shift * x - shift * shift / 2) for shift in (far, near)
+            )
+            low, high = np.where(first - second < epsilon, x, low), np.where(first - second < epsilon, high, x)
+        tails = [rate * ndtr(far - low), (1 - rate) * ndtr(-low), rate * ndtr(near - low)]
+        return np.asarray(tails[0] - np.expm1(epsilon) * tails[1] - np.exp(epsilon) * tails[2])
+
+    return delta
 
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
@@ -284,7 +326,7 @@ class Step(NamedTuple):
     mechanism: str
 
     @staticmethod
-    def of(release: Mapping[str, Any], adjacency: Adjacency) -> Step:
+    def of(release: Mapping[str, Any]) -> Step:
         rate, sampler = float(release["rate"]), Sampler(release["sampler"])
         mechanism = str(release.get("mechanism", events.Gaussian.name))
         numbers = float(release["std"]), float(release["sensitivity"]), int(release["times"])
@@ -293,11 +335,16 @@ class Step(NamedTuple):
             raise SordinoError(f"certificate: there is no independent account of mechanism '{mechanism}'.")
         if not (step.std >= 0 and step.moved >= 0 and step.times >= 0 and 0 < rate <= 1):
             raise SordinoError("certificate: a release has a negative or undefined number.")
-        if rate < 1 and (sampler is Sampler.FULL or (sampler is Sampler.FIXED and adjacency is Adjacency.ADD_REMOVE)):
-            raise SordinoError(
-                f"certificate: there is no account of sampler {sampler} at rate {rate:g} under {adjacency}."
-            )
+        if rate < 1 and sampler is Sampler.FULL:
+            raise SordinoError(f"certificate: there is no account of sampler {sampler} at rate {rate:g}.")
         return step
+
+    def rough(self, adjacency: Adjacency) -> float:
+        """About the mu squared of the releases; it only serves to choose a grid."""
+        square = (self.moved / self.std) ** 2 if self.moved else 0.0
+        if self.sampler is Sampler.FIXED and self.rate < 1:
+            square = math.expm1(min(square if adjacency is Adjacency.REPLACE_ONE else 4 * square, 50.0))
+        return self.times * self.rate**2 * square
 
 
 def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
