@@ -71,6 +71,7 @@ SAMPLED_RUNS = 20_000  # the same with minibatches, which are drawn run by run
 LEMMA_RUNS = 30_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
 FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
+LEMMA_ROUNDS = 2  # the same where a lemma bounds a message
 RUNS_PER_BATCH = 10_000
 CANARIES = 2_000  # of an audit in one run
 MATRIX_CANARIES = 300  # if a release has one entry per pair of canaries
@@ -433,7 +434,8 @@ def plan_for(
         raise SordinoError(f"rounds: {rounds} must be at least 1.")
     fixed = sum(stage.rounds or 0 for stage in method.stages)
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
-    length = int(min(rounds or max(1, min(ROUNDS, usual)), most_rounds(method)))
+    most = LEMMA_ROUNDS if _proved_by_lemma(method) else ROUNDS
+    length = int(min(rounds or max(1, min(most, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
     if why := unattacked(method, sampling):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
