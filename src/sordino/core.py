@@ -336,6 +336,16 @@ class Correlated(Noise):
             return bound
         return min(bound, math.sqrt(float(np.abs(inverse).sum()) / (1 - error)))
 
+    def largest_column(self, rounds: np.ndarray) -> float | None:
+        """The largest norm of the encoder's columns of these rounds, if no two of them share a row; else None.
+
+        Such rounds move parts of `encoder @ x + z` that are apart, so that each is a Gaussian release by itself.
+        """
+        columns = self._moves[:, np.asarray(rounds)]
+        if (np.count_nonzero(columns, axis=1) > 1).any():
+            return None
+        return float(np.linalg.norm(columns, axis=0).max(initial=0.0))
+
     @cached_property
     def _moves(self) -> np.ndarray:
         return np.asarray(np.abs(self.encoder))

@@ -52,6 +52,9 @@ class CorrelatedGaussian(Mechanism):
     def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
         return self.factors.released_sensitivity(rounds) if own else self.factors.sensitivity(rounds)
 
+    def separate_factor(self, rounds: np.ndarray) -> float | None:
+        return self.factors.largest_column(rounds)
+
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         row = self.factors.decoder[at.round - first]
         return draw(source, [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)], shape)
