@@ -61,15 +61,18 @@ QUESTIONS = [Question(*shape, adjacency) for shape in SHAPES for adjacency in (A
 
 
 def least(spent: Callable[[float], float], q: Question) -> float:
-    """The least noise with which `spent` is at most epsilon, to TOLERANCE: bisection around this library's answer."""
-    low, epsilon = 0.8 * ours(q), q.epsilon
-    high = 1.25 * low
-    while spent(high) > epsilon:
-        low, high = high, 1.25 * high
-    while high > low * (1 + TOLERANCE):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if spent(middle) > epsilon else (low, middle)
-    return high
+    """The least noise with which `spent` is at most epsilon: secants of log epsilon, from this library's answer."""
+    noise, slope, points = ours(q), -1.5, list[tuple[float, float]]()
+    while len(points) < 12:
+        reached = spent(noise)
+        if (1 - 2 * TOLERANCE) * q.epsilon <= reached <= q.epsilon:
+            return noise
+        points.append((math.log(noise), math.log(reached)))
+        if len(points) > 1:
+            (x, y), (x_before, y_before) = points[-1], points[-2]
+            slope = min(-0.3, (y - y_before) / (x - x_before))
+        noise *= math.exp((math.log(q.epsilon * (1 - TOLERANCE)) - points[-1][1]) / slope)
+    raise RuntimeError(f"no noise was found for {q}")
 
 
 # ------------------------------------------------------------------------------------------------------- accountants
