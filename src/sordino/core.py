@@ -337,6 +337,16 @@ class Correlated(Noise):
             return bound
         return min(bound, math.sqrt(float(np.abs(inverse).sum()) / (1 - error)))
 
+    def largest_column(self, rounds: np.ndarray) -> float | None:
+        """The largest norm of the encoder's columns of these rounds, if no two of them share a row; else None.
+
+        Such rounds move parts of `encoder @ x + z` that are apart, so that each is a Gaussian release by itself.
+        """
+        columns = self._moves[:, np.asarray(rounds)]
+        if (np.count_nonzero(columns, axis=1) > 1).any():
+            return None
+        return float(np.linalg.norm(columns, axis=0).max(initial=0.0))
+
     @cached_property
     def _moves(self) -> np.ndarray:
         return np.asarray(np.abs(self.encoder))
@@ -652,6 +662,8 @@ class Facts:
     intervals: int = 0  # of a survival model
     mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
     persons: bool = False  # sums have one clipped term per person
+    same_records: bool = True  # every round is about all records: everybody takes part, and there are no minibatches
+    query_stds: tuple[float | Tensor, ...] = ()  # as `aggregate_std`, of each noised query of the stage
 
 
 class Checkpoint(NamedTuple):

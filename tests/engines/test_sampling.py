@@ -13,7 +13,7 @@ from sordino.core import Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, round_plans
-from sordino.errors import OverspentError
+from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
@@ -124,6 +124,60 @@ def test_what_is_released_keeps_delta(make, size, adjacency):
             assert not follows(x, -label * mu)
     assert 0.97 * DELTA < real_delta(mu, adjacency) <= DELTA
     assert real_delta(moved(make(adjacency, "poisson:0.125")), adjacency) > 1.5 * DELTA, "noise for half the rate"
+
+
+def banded_plan(batch="poisson:0.25"):
+    method = build("dp-ftrl", mechanism="banded", band=2, lr=1e-12)
+    privacy = Privacy(EPSILON, DELTA, trust=Trust.SECURE_AGGREGATION)
+    return Plan(method, 4, (4, 4), privacy, Participation.parse("cyclic:2"), sampling=Sampling.parse(batch))
+
+
+def test_minibatches_with_banded_noise_are_paid_for_as_sampled_releases():
+    """Two rounds of each client, as far apart as the band: the delta is that of two sampled Gaussian releases."""
+    plan = banded_plan()
+    ours, theirs = (
+        torch.stack([r.aggregate.reshape(-1) for r in engine.run(plan, LINE, world(1, 2), Seeded(1))])
+        for engine in (reference, simulate)
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=0.0)
+    assert 0.97 * DELTA < real_delta(moved(plan), "replace-one") <= DELTA
+    assert real_delta(moved(banded_plan("poisson:0.125")), "replace-one") > 1.5 * DELTA, "noise for half the rate"
+
+
+@pytest.mark.soak
+def test_minibatches_with_banded_noise_follow_that_law():
+    """Each of a client's rounds moves two rows of the encoded stream, and no other of its rounds moves them.
+
+    Along the encoder's column they follow the law of a sampled Gaussian release, and rounds are independent.
+    """
+    plan, runs, rounds = banded_plan(), 90, 90
+    mu = moved(plan)
+    long = replace(plan, rounds=rounds, noise=calibration.summed_noise(plan)[0])
+    encoder = long.stages[0].queries[0].noise.encoder
+    first = next(t for t, cohort in enumerate(long.cohorts) if 0 in cohort)
+    for label in (1, -1):
+        sources = [Seeded(1000 * (label + 2) + s) for s in range(runs)]
+        start = torch.zeros(runs, 1, dtype=torch.float64)
+        found = [r.aggregate for r in simulate.run(long, LINE, world(label, 2), sources, theta=start)]
+        encoded = encoder @ (torch.stack(found) / calibration.aggregate_std(plan, 0)).reshape(rounds, runs).numpy()
+        x = (encoder.T @ encoded)[first::2][:-1]  # the last column is cut off
+        assert follows(x.flatten(), label * mu)
+        assert not follows(x.flatten(), label * mu, RATE / 2)
+        assert not follows(x.flatten(), label * mu / 2)
+        assert abs(np.corrcoef(x[:-1].flatten(), x[1:].flatten())[0, 1]) < 5 / math.sqrt(x.size)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"mechanism": "tree"}, {"band": 3}, {"participation": "full"}, {"batch": "fixed:2"}, {"participation": "fixed:1"}],
+    ids=str,
+)
+def test_minibatches_are_refused_where_rounds_share_rows_of_a_stream(change):
+    chosen = {"mechanism": "banded", "band": 2, "participation": "cyclic:2", "batch": "poisson:0.25"} | change
+    method = build("dp-ftrl", mechanism=chosen["mechanism"], band=chosen["band"])
+    participation, sampling = Participation.parse(chosen["participation"]), Sampling.parse(chosen["batch"])
+    with pytest.raises(SordinoError, match="separate part of the stream"):
+        Plan(method, 8, (4, 4), Privacy(1.0, trust="secure-aggregation"), participation, sampling=sampling)
 
 
 def test_the_add_remove_pair_does_not_cover_replacement():

@@ -1,6 +1,7 @@
 """auto: its steps against linear algebra done by hand, its noise against what was promised, its records one by one."""
 
 import math
+import sys
 from functools import partial
 
 import numpy as np
@@ -96,7 +97,12 @@ def test_under_pure_noise_all_directions_are_alike():
 # --------------------------------------------------------------------------------------------------------- the steps
 
 
-def test_without_noise_and_clip_the_first_step_is_newtons():
+@pytest.fixture
+def no_ridge(monkeypatch):
+    monkeypatch.setattr(sys.modules["sordino.rules.kalman"], "TRAINED_LOGIT", math.inf)
+
+
+def test_without_noise_and_clip_the_first_step_is_newtons(no_ridge):
     records = federation()
     plan = plan_for(records, 2, epsilon=math.inf, clip=1e6, early_share=0.0)
     shard, zero = records.fused(np.arange(3), np.ones(3)), torch.zeros(MODEL.size, dtype=torch.float64)
@@ -111,7 +117,7 @@ def test_without_noise_and_clip_the_first_step_is_newtons():
 
 
 @pytest.mark.parametrize("doubt", [0.0, 10.0])
-def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt):
+def test_without_doubt_theta_is_the_posterior_mean_of_a_linear_model(doubt, no_ridge):
     """Over two stages of unequal noise."""
     rng, A = np.random.default_rng(0), moments(federation())
     rows, c = MODEL.shapes[0]

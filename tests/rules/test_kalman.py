@@ -1,11 +1,20 @@
-"""`raised`: how large the prior is where there is much noise. What `auto` makes of it: tests/methods/test_auto.py."""
+"""The prior in much noise, and what gradients show of the curvature. What `auto` makes of it: methods/test_auto.py."""
 
 import math
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
-from sordino.rules.kalman import raised
+from sordino.core import Facts
+from sordino.data.records import Records
+from sordino.engines import simulate
+from sordino.models.linear import Linear
+from sordino.privacy.mechanisms.random import Noiseless
+from sordino.rules import estimate_covariance, kalman
+from sordino.rules.kalman import SECANT_ERROR, TRAINED_LOGIT, Secant, measured, raised, weights_of
+from tests.support import plan_for
 
 H = torch.tensor([0.02, 0.1, 0.5, 3.0], dtype=torch.float64)
 P = 1 / (4 * H)  # as of four eigenvectors, whose curvature is their eigenvalue
@@ -46,3 +55,85 @@ def test_steps_of_pure_noise_move_logits_as_far_as_is_said():
         theta = theta - step * g
     logit = float((theta.square() * H).sum(-1).mean())  # |u|^2 along an eigenvector is its eigenvalue
     assert math.isclose(logit, 0.5, rel_tol=0.1)
+
+
+# ---------------------------------------------------------------------------------------------- measured curvature
+
+ROWS, OUTPUTS, TRUE = 4, 3, 3.0  # H = 3 h
+
+
+def walked(noise, rounds, seed, shorter=0.1, bias=True):
+    """Gradient steps of `shorter` / h on a quadratic of curvature 3 h, measured in each round."""
+    generator, V = torch.Generator().manual_seed(seed), torch.eye(ROWS, dtype=torch.float64)
+    theta, zero = torch.ones(ROWS * OUTPUTS, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    secant = Secant(theta, torch.zeros_like(theta), zero, zero, zero + 1, zero)
+    variance, K = torch.tensor([noise**2], dtype=torch.float64), shorter / H
+    for _ in range(rounds):
+        z = torch.randn(theta.shape, generator=generator, dtype=torch.float64)
+        g = TRUE * (H.unsqueeze(-1) * theta.view(ROWS, OUTPUTS)).flatten() + noise * z
+        secant = measured(secant, g, theta, V, H, variance)
+        secant = secant._replace(bias=OUTPUTS * variance * K.sum(-1, keepdim=True) * bias)
+        theta = theta - (K.unsqueeze(-1) * g.view(ROWS, OUTPUTS)).flatten()
+    return float(secant.ratio), float(secant.information) ** -0.5
+
+
+def test_differences_of_gradients_show_the_curvature():
+    ratio, error = walked(0.0, 3, 0)
+    assert math.isclose(ratio, TRUE, rel_tol=1e-9)
+    assert error < SECANT_ERROR
+    assert walked(0.0, 1, 0)[1] > 1e6  # the first gradient shows nothing
+
+
+@pytest.mark.parametrize(("bias", "right"), [(True, True), (False, False)])
+def test_noise_that_is_in_the_step_too_is_taken_off(bias, right):
+    """The mutant leaves it in, and sees a curvature that is not there."""
+    runs = [walked(0.05, 2, seed, bias=bias) for seed in range(400)]
+    ratio, error = (torch.tensor(column) for column in zip(*runs, strict=True))
+    weight = error**-2
+    mean = float((weight * ratio).sum() / weight.sum())
+    assert (abs(mean - TRUE) < 5 * float(ratio.std()) / math.sqrt(len(runs))) == right
+
+
+def learning(noise, true, rounds=12, **changes):
+    """`kalman` on a quadratic of curvature true h, from a state with exact A."""
+    rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=10.0)
+    theta = torch.zeros(ROWS * OUTPUTS, dtype=torch.float64)
+    facts = Facts(1, np.array([10**9]), rounds, 1.0, noise, ((ROWS, OUTPUTS),), **changes)
+    A = torch.diag(torch.tensor([0.1, 0.3, 1.0, 4.0], dtype=torch.float64))
+    first = estimate_covariance(1e6)
+    _, before = first.update(A, first.init(theta, replace(facts, aggregate_std=0.0), ()), theta, 0)
+    state, wanted = rule.init(theta, facts, before), torch.ones_like(theta)
+    V, h = state.vectors, state.curvature
+    distance = []
+    for t in range(rounds):
+        g = true * (V @ (h.unsqueeze(-1) * (V.T @ (theta - wanted).view(ROWS, OUTPUTS)))).flatten()
+        step, state = rule.update(g, state, theta, t)
+        theta = theta + step
+        distance.append(float((theta - wanted).norm()))
+    return distance
+
+
+def test_steps_do_not_oscillate_where_the_curvature_is_larger_than_it_was_at_zero():
+    assert learning(0.0, 5.0)[-1] < 1e-3
+    assert learning(0.0, 5.0, same_records=False)[-1] > 1e3  # the mutant: nothing is measured
+    assert learning(0.0, 1.0)[0] < 1e-6  # Newton's step stays what it is
+
+
+def test_under_much_noise_nothing_changes():
+    assert learning(10.0, 5.0) == pytest.approx(learning(10.0, 5.0, same_records=False), rel=1e-3)
+
+
+def test_without_noise_training_ends_at_the_optimum_of_the_ridge_loss():
+    """Few records, which a model without the ridge fits better and better."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 6))
+    x, model = 10 * x / np.linalg.norm(x, axis=1, keepdims=True), Linear(6, 4)
+    records = Records.of(x, rng.integers(0, 4, 60), np.zeros(60, int), dtype=torch.float64)
+    plan = plan_for("auto", records, 100, epsilon=math.inf, clip=1e6)
+    theta = list(simulate.run(plan, model, records, Noiseless(0)))[-1].model
+    g = model.clipped_sum(theta, records.fused(np.arange(1), np.ones(1)), math.inf) / 60
+    weights = weights_of(theta, torch.eye(7))
+    ridge = 101 / (TRAINED_LOGIT**2 * 60)
+    assert float((g + ridge * weights).norm()) < 1e-5  # A is enforced 2^-14 below its bound
+    assert float(g.norm()) > 1e-2  # the mutant: no ridge
+    assert not weights[-4:].any()  # intercepts are free

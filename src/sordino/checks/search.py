@@ -91,13 +91,13 @@ def sensitivity(
       The worst case of each noised query.
     """
     search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
-    scenes: list[tuple[int, Callable[[], Scene]]] = []
+    known: list[tuple[int, Callable[[], Scene]]] = []
     for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
         records = search.space.records(search.rng, method.unit)
-        scenes += _scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
+        known += scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
     results = []
     for s, stage in enumerate(method.stages):
-        pasts = [scene for in_stage, scene in scenes if in_stage == s]
+        pasts = [scene for in_stage, scene in known if in_stage == s]
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
@@ -130,7 +130,7 @@ class Scene(NamedTuple):
     memory: tuple[Tree, ...]
 
 
-def _scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> list[tuple[int, Callable[[], Scene]]]:
+def scenes(plan: Plan, model: core.Model, records: Records, seed: int) -> list[tuple[int, Callable[[], Scene]]]:
     """The stage of each round of a noised run, and a function that returns its scene. The run goes on when it must."""
     known: list[Scene] = []
     later = _run(plan, model, records, seed)

@@ -37,6 +37,8 @@ SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatch
 AUDIT_DTYPES = ("float32", "float64")
 # Calibrated intercepts and slope: a quarter of the budget each, so that all is seen, and a clip that gradients reach.
 CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
+INTEGERS = "integers"  # discrete noise under secure aggregation
+ADAPTIVE = ("dp-fedgd quantile=0.5", {"quantile": 0.5})  # an adaptive clip, which --all adds
 
 
 CAPTION = (
@@ -62,14 +64,15 @@ def add(commands: Any) -> None:
         "sordino audit dp-fedgd --one-run                     one run, thousands of canaries\n"
         "sordino audit evaluation --trust secure-aggregation  the noised counts of a private evaluation\n"
         "sordino audit runs/auto-20260101-120000              a finished run: what its models reveal of one record\n"
-        "sordino audit --all --json results/audit.json",
+        "sordino audit integers                               discrete noise under secure aggregation\n"
+        "sordino audit --all --json audit.json",
     )
     parser.description = f"{parser.description}\n{ABOUT}"
     parser.add_argument(
         "method",
         nargs="*",
         metavar="METHOD|RUN_DIR",
-        help="names from 'sordino methods', calibrate, evaluation, statistics; or the folder of a finished run",
+        help="names from 'sordino methods', calibrate, integers, evaluation, statistics; or the folder of a run",
     )
     parser.add_argument("--all", action="store_true", help="audit every method")
     parser.add_argument(
@@ -78,7 +81,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--delta", type=float, default=1e-5, metavar="D", help="delta of the guarantee (default: 1e-5)")
     parser.add_argument("--unit", metavar="X", help=f"{', '.join(Unit)} (default: every unit of the method)")
     parser.add_argument("--adjacency", metavar="X", help=f"{', '.join(Adjacency)} (default: both)")
-    parser.add_argument("--trust", metavar="X", help=f"{', '.join(Trust)} (default: the first that is proved)")
+    parser.add_argument(
+        "--trust", metavar="X", help=f"{', '.join(Trust)} (default: the first that is proved; --all adds sums)"
+    )
     parser.add_argument(
         "--runs",
         type=int,
@@ -252,10 +257,13 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
     }
     rest["dtype"] = getattr(torch, arguments.dtype)
     if arguments.all and not arguments.one_run and not arguments.batch:
-        names += [CALIBRATE, *tallies()]
+        names += [CALIBRATE, INTEGERS, *tallies()]
     for name in names:
         if name == CALIBRATE:
             yield from _calibration_jobs(arguments, rest)
+            continue
+        if name == INTEGERS:
+            yield from _integer_jobs(arguments, rest)
             continue
         if name in tallies():
             yield from _tally_jobs(arguments, name, rest)
@@ -265,6 +273,8 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
                 attacks.plan_for(name, privacy, rounds=arguments.rounds, method=method, batch=batch)
                 how = rest if arguments.one_run else rest | {"batch": batch}
                 yield partial(call, name, privacy, method=method, **how)
+        if name == SAMPLED and arguments.all and not arguments.one_run and not arguments.batch:
+            yield from _adaptive_jobs(arguments, rest)
 
 
 def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:
@@ -285,6 +295,34 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
             if privacy.unit not in UNITS:
                 raise SordinoError(f"unit: {name} protects records and persons, not a {unit}; leave --unit out.")
             yield partial(attack.audit, name, tallies()[name], privacy, **options)
+
+
+def _adaptive_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of DP-FedGD with a clip that follows a quantile of the gradients' norms."""
+    from sordino.checks.audit import attacks
+    from sordino.methods import build
+
+    label, options = ADAPTIVE
+    for privacy, _ in _targets(arguments, SAMPLED):
+        if privacy.unit is not Unit.CLIENT:
+            yield partial(attacks.audit, label, privacy, method=build(SAMPLED, privacy.unit, **options), **rest)
+
+
+def _integer_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of DP-FedGD as sums of integers."""
+    from sordino.checks.audit import integers
+
+    if arguments.one_run or arguments.batch or arguments.set or arguments.rounds:
+        raise SordinoError(
+            f"audit: {INTEGERS} is one round of dp-fedgd; leave --one-run, --batch, --set, --rounds out."
+        )
+    if arguments.trust not in (None, Trust.SECURE_AGGREGATION):
+        raise SordinoError(f"trust: sums of integers need secure-aggregation; leave --trust {arguments.trust} out.")
+    options = {key: value for key, value in rest.items() if key != "dtype"}
+    for unit in [arguments.unit] if arguments.unit else Unit:
+        for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
+            privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency)
+            yield partial(integers.audit, f"{integers.METHOD} {INTEGERS}", privacy, **options)
 
 
 def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
@@ -315,7 +353,8 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
     asked = [arguments.batch or FULL]
     if not arguments.all:
         return asked
-    if name == SAMPLED and not arguments.batch and not arguments.one_run:
+    first = privacy.trust is Trust.UNTRUSTED_SERVER or bool(arguments.trust)
+    if name == SAMPLED and first and not arguments.batch and not arguments.one_run:
         asked += BATCHES
     return [batch for batch in asked if not unattacked(method, Sampling.parse(batch))]
 
@@ -333,11 +372,14 @@ def _targets(arguments: argparse.Namespace, name: str) -> Iterator[tuple[Privacy
     for unit in units if not arguments.all else [unit for unit in units if unit in entry(name).protects]:
         method = build(name, unit, **_options(name, dict(map(parse_setting, arguments.set))))
         proved = [trust for trust in Trust if (unit, trust) in method.proves]
-        trust = asked.trust if arguments.trust else (proved or list(Trust))[0]
-        if arguments.all and trust not in proved:
-            continue
-        for adjacency in [asked.adjacency] if arguments.adjacency else Adjacency:
-            yield replace(asked, unit=unit, adjacency=adjacency, trust=trust), method
+        trusts = [asked.trust] if arguments.trust else (proved or list(Trust))[:1]
+        if arguments.all and not arguments.trust and not arguments.one_run:  # a trusted server sees the same sums
+            trusts += [Trust.SECURE_AGGREGATION] * (Trust.SECURE_AGGREGATION in proved[1:])
+        for trust in trusts:
+            if arguments.all and trust not in proved:
+                continue
+            for adjacency in [asked.adjacency] if arguments.adjacency else Adjacency:
+                yield replace(asked, unit=unit, adjacency=adjacency, trust=trust), method
 
 
 def _options(name: str, options: dict[str, Any]) -> dict[str, Any]:

@@ -23,7 +23,9 @@ def add(commands: Any) -> None:
         act,
         "try to break a method's guarantee",
         "sordino check dp-fedsofim\nsordino check mlp hazards\nsordino check evaluation\n"
-        "sordino check --all --json checks.json\nsordino check --sums --device cuda",
+        "sordino check --all --json checks.json\nsordino check --sums --device cuda\n"
+        "sordino check --fuzz 60 --seed 1                     random plans and neighbours for a minute\n"
+        "sordino check --fuzz 60 --seed 1 --case 17           one of these cases again",
     )
     parser.add_argument(
         "method",
@@ -36,11 +38,49 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--device", default="cpu", metavar="D", help="where the sums are computed: cpu or cuda (default: cpu)"
     )
+    parser.add_argument(
+        "--fuzz", type=float, metavar="SECONDS", help="try random methods, options, data and neighbours for so long"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --fuzz (default: 0)")
+    parser.add_argument("--case", type=int, metavar="K", help="of --fuzz: only the case of this number")
     add_json(parser)
+
+
+def _fuzz(arguments: argparse.Namespace) -> int:
+    """Random cases for a time budget, or one of them again."""
+    from sordino.checks.fuzz import fuzz
+
+    if arguments.method or arguments.all or arguments.sums:
+        raise SordinoError("--fuzz: it draws methods by chance; leave methods, --all and --sums out.")
+    if not arguments.fuzz > 0:
+        raise SordinoError(f"--fuzz: {arguments.fuzz:g} seconds must be more than 0.")
+    if arguments.seed < 0 or (arguments.case is not None and arguments.case < 0):
+        raise SordinoError("--seed, --case: they must be at least 0.")
+    only = {} if arguments.case is None else {"first": arguments.case, "most": 1}
+    with bar("pairs of neighbours") as progress:
+        found = fuzz(arguments.fuzz, seed=arguments.seed, tick=progress, **only)
+    violations = [each._asdict() for each in found.violations]
+    if not emit(arguments, {**found._asdict(), "violations": violations}):
+        page = console()
+        page.print(
+            f"{found.pairs:,} pairs of neighbours in {found.cases:,} cases, {found.refused:,} of which are refused; "
+            f"the furthest moved a release by {found.worst:.6f} of its claim"
+        )
+        for each in found.violations:
+            page.print(
+                f"[bold red]violation[/] --seed {each.seed} --case {each.case}, pair {each.pair}: query {each.query}, "
+                f"{'infinite' if each.ratio is None else f'{each.ratio:.6g}'} of the claim: {each.where}"
+            )
+        page.print("[green]no violation[/]" if not found.violations else f"{len(found.violations)} violations")
+    return 1 if found.violations else 0
 
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    if arguments.fuzz is not None:
+        return _fuzz(arguments)
+    if arguments.case is not None:
+        raise SordinoError("--case: it names a case of --fuzz; give --fuzz SECONDS too.")
     from rich.console import Console
 
     from sordino import methods, plugins

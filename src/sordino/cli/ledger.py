@@ -16,6 +16,11 @@ WARNING = (
     "up, and no ledger counts the sum."
 )
 
+CHOICE = (
+    "ε assumes that rate, noise and rounds of all runs were fixed before the first result was seen. However they were "
+    "chosen, ε is at most {most}. `sordino ledger any-choice` makes limits hold for that figure."
+)
+
 
 def add(commands: Any) -> None:
     parent = command(
@@ -38,6 +43,13 @@ def add(commands: Any) -> None:
         'sordino ledger new-account site-north/ledger.db --why "only patients of 2027, who are in no earlier data"',
     )
     new.add_argument("--why", required=True, metavar="TEXT", help="why these data may spend a budget of their own")
+    choice = command(
+        parts,
+        "any-choice",
+        _any_choice,
+        "from now on, let limits hold however the numbers of later runs are chosen; it cannot be taken back",
+        "sordino ledger any-choice patients.db",
+    )
     compact = command(
         parts,
         "compact",
@@ -45,13 +57,13 @@ def add(commands: Any) -> None:
         "delete the stored answers of a site's finished runs, and give the space back; charges and hashes stay",
         "sordino ledger compact site-north/ledger.db",
     )
-    for parser in (show, export, new, compact):
+    for parser in (show, export, new, choice, compact):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show, export, new-account or compact.")
+    raise SordinoError("ledger: name a step: show, export, new-account, any-choice or compact.")
 
 
 def open_ledger(file: str) -> Any:
@@ -86,6 +98,23 @@ def _new_account(arguments: argparse.Namespace) -> int:
         page = console()
         page.print(f"new runs of this site are paid from {who}", markup=False)
         page.print(f"WARNING: {WARNING}", markup=False)
+    return 0
+
+
+def _any_choice(arguments: argparse.Namespace) -> int:
+    from sordino.privacy.evidence.ledger import Ledger
+
+    with _open(arguments):  # a path without a ledger must not become one
+        pass
+    with Ledger(_path(arguments.file)) as ledger:
+        ledger.allow_any_choice()
+        limits = ledger.limits()
+        delta = min((d for _, d in limits), default=1e-5)
+        spent = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
+    document = {"any_choice": True, "delta": delta, "spent": spent}
+    if not emit(arguments, document):
+        for who, epsilon in spent.items():
+            console().print(f"{who}: ε = {epsilon:.4g} at δ = {delta:g}, however later runs are chosen", markup=False)
     return 0
 
 
@@ -162,11 +191,19 @@ def _show(arguments: argparse.Namespace) -> int:
         delta = min((d for _, d in limits), default=1e-5)
         people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
         left = {who: ledger.left(who) for who in people}
+        covered = {who: ledger.covers_choice(who) for who in people}
+        any_choice = {who: ledger.adaptive_epsilon(who, delta) for who in people if not covered[who]}
     runs: dict[tuple[str, str], list[Any]] = {}
     for row in rows:
         runs.setdefault((row.who, row.plan), []).append(row)
     accounts: list[dict[str, Any]] = [
-        {"who": who, "epsilon": epsilon, "left": left[who], "runs": sum(name == who for name, _ in runs)}
+        {
+            "who": who,
+            "epsilon": epsilon,
+            "left": left[who],
+            "runs": sum(name == who for name, _ in runs),
+            "epsilon_any_choice": any_choice.get(who, epsilon),
+        }
         for who, epsilon in people.items()
     ]
     document = {
@@ -210,6 +247,9 @@ def _show(arguments: argparse.Namespace) -> int:
                 for r in document["runs"]
             ],
         )
+        for who, most in any_choice.items():
+            page.print()
+            page.print(f"{who}: {CHOICE.format(most=f'{most:.4g}')}", markup=False)
         state = document["seen"] or f"BROKEN: {problems[0]}"
         page.print()
         for account in opened[1:]:

@@ -127,12 +127,21 @@ def round_plans_of_runs(plans: Sequence[Plan], model: Model, start: int) -> Iter
             sum_stds[round_plan.first] = [
                 np.array([calibration.aggregate_std(p, s, k) for p in plans]) for k in queries
             ]
-            aggregate_std = torch.tensor([[calibration.aggregate_std(plan, s)] for plan in plans], dtype=torch.float64)
-            facts[round_plan.first] = replace(round_plan.facts, aggregate_std=aggregate_std)
+            each = [calibration.stage_facts(plan, s) for plan in plans]
+            facts[round_plan.first] = replace(
+                round_plan.facts,
+                aggregate_std=_of_runs([own.aggregate_std for own in each]),
+                query_stds=tuple(map(_of_runs, zip(*(own.query_stds for own in each), strict=True))),
+            )
         client_stds = [
             calibration.noise_share(plans[0], len(round_plan.cohort)) * std for std in stds[round_plan.first]
         ]
         yield round_plan._replace(facts=facts[round_plan.first], stds=client_stds, sum_stds=sum_stds[round_plan.first])
+
+
+def _of_runs(stds: Sequence[float | Tensor]) -> Tensor:
+    """One number per run, as a column."""
+    return torch.tensor(stds, dtype=torch.float64).unsqueeze(-1)
 
 
 def noise_is_added_to_sum(plan: Plan, stage: Stage) -> bool:

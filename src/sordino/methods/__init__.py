@@ -81,7 +81,9 @@ REGISTRY: dict[str, MethodEntry] = {
         "this library; docs/methods.md",
         batch=(),
         normalize="record",
-        bounds=declare(clips="clip radius", counts="intervals", weights="prior doubt early_share covariance_share"),
+        bounds=declare(
+            clips="clip radius", counts="intervals few_rounds", weights="prior doubt early_share covariance_share"
+        ),
     ),
     "dp-fedgd": MethodEntry(
         fedgd,

@@ -16,13 +16,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from sordino.core import Adjacency, Ask, Broadcast, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
+from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
 from sordino.rules.limits import LIMITS
 
 DUALS_CAVEAT = "Duals are hidden client state, so nothing is proved about sums of messages; duals = false avoids them."
 UNSOUND = "Rescaling by xi changes without bound with the data near |g| = limit; use limit_by = projection."
-FLOAT32_SLACK = 1e-6  # of the longest message: what float32 may add to a difference
+ROUNDING_SLACK = 1e-6  # of the longest message: what the rounding of the two solutions may add to their difference
 
 
 def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0) -> Lemma:
@@ -31,15 +32,42 @@ def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error:
     A record moves v by clip / m (a projection is 1-Lipschitz), twice that if replaced; the inverse divides by gamma. It
     moves H by P >= 0, |P| <= h = curvature_clip / m: then 0 <= A^-1 - (A + P)^-1 <= h / (gamma (gamma + h)) I for A >=
     gamma I. Two matrices of that interval differ by no more than its width: once, even if replaced. A solver that is
-    off by `error` adds it once for either neighbour.
+    off by `error` adds it once for either neighbour. The proof is in docs/proofs.md, "DP-FedNew's direction".
     """
 
     def bound(m: int, adjacency: Adjacency) -> float:
         h, times = curvature_clip / m, 1 if adjacency is Adjacency.ADD_REMOVE else 2
-        slack = 2 * error + FLOAT32_SLACK * limit / gamma
+        slack = 2 * error + ROUNDING_SLACK * limit / gamma
         return times * clip / (gamma * m) + limit * h / (gamma * (gamma + h)) + slack
 
     return Lemma("one record moves a damped Newton direction", bound)
+
+
+def check_rounding(dimension: int, ratio: float, *, inverse: bool = False) -> None:
+    """Refuse a system of equations whose solution float64 may round by more than ROUNDING_SLACK allows.
+
+    With d equations, ratio = curvature_clip / gamma and trace(A) <= gamma (d + sqrt(d) ratio), Cholesky's solution is
+    off by at most (3 d + 2) u (d + sqrt(d) ratio) of the longest one, u = 2^-53 (Higham 2002, Theorems 10.3 and 10.4:
+    the norm of |R^T| |R| is at most trace(A)). An inverse that is computed first adds 2 d^2 u sqrt(d + sqrt(d) ratio)
+    (his Lemma 14.1, and |R^-1|_F^2 <= d / gamma). Two neighbours have twice that.
+
+    Args:
+        dimension: Number of equations.
+        ratio: Bound on a record's curvature over gamma; inf where the message is clipped, so that nothing is needed.
+        inverse: The inverse matrix is computed, and multiplied by the right side.
+
+    Raises:
+        SordinoError: The bound exceeds nine tenths of the slack.
+    """
+    if math.isinf(ratio):
+        return
+    trace = dimension + math.sqrt(dimension) * ratio
+    error = (3 * dimension + 2) * trace + inverse * 2 * dimension**2 * math.sqrt(trace)
+    if 2 * error * 2.0**-53 > 0.9 * ROUNDING_SLACK:
+        raise SordinoError(
+            f"curvature_clip: {ratio:.3g} times alpha + rho with {dimension} parameters: rounding could move a "
+            "direction by more than its bound allows; lower it, or raise alpha."
+        )
 
 
 class DualMemory(NamedTuple):

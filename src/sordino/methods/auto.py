@@ -8,7 +8,7 @@ release is linear, so every trust model is proved. Records should have one norm,
 (`normalize = record`).
 
 A survival model begins with a noised histogram of labels, its life table (`rules.life_table`), which gives the baseline
-hazards.
+hazards. A run of fewer rounds than all that needs releases it in the first round (`methods.few_rounds`).
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
+from sordino.methods.few_rounds import few_round_stages
 from sordino.rules import estimate_covariance, kalman
 from sordino.rules.life_table import estimate_hazard_curvature, first_hazard, release_life_table
 
-EARLY_ROUNDS, MOST_INTERVALS = 3, 100
+EARLY_ROUNDS, MOST_INTERVALS, MOST_FEW_ROUNDS = 3, 100, 10
 
 
 def auto(
@@ -35,6 +36,7 @@ def auto(
     early_share: float = 0.3,
     covariance_share: float = 0.05,
     intervals: int = 0,
+    few_rounds: int = 0,
 ) -> Method:
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
@@ -47,6 +49,7 @@ def auto(
         early_share: Part of mu squared for the first three gradients; 0 gives them as much as any others.
         covariance_share: Part of mu squared for A; of survival, as much again for the life table.
         intervals: Of survival, the number of public intervals; a run takes it from its schema. 0 for other tasks.
+        few_rounds: Of a run with fewer rounds than `least_rounds`, their number; a run sets it. 0 for other runs.
 
     Returns:
         The method.
@@ -56,9 +59,10 @@ def auto(
 
     Guarantee:
         Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round. Of
-            survival, before these, the noised histogram of labels by interval.
+            survival, before these, the noised histogram of labels by interval. With few_rounds, all three together in
+            the first round.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
-            Histogram: 1, or sqrt(2).
+            Histogram: 1, or sqrt(2). With few_rounds at client level, a client's first message: 1, or 2.
         Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
         Reason: Every release is linear, and the steps are computed from releases and public numbers.
 
@@ -81,7 +85,13 @@ def auto(
         )
     if not 0 <= intervals <= MOST_INTERVALS:
         raise SordinoError(f"intervals: {intervals} must lie in [0, {MOST_INTERVALS}]; a schema sets it.")
+    if not 0 <= few_rounds <= MOST_FEW_ROUNDS:
+        raise SordinoError(f"few_rounds: {few_rounds} must lie in [0, {MOST_FEW_ROUNDS}]; a run sets it.")
     whole, most = unit is Unit.CLIENT, 1 + radius**2
+    proves = frozenset((unit, trust) for trust in Trust)
+    if few_rounds:
+        few = few_round_stages(unit, few_rounds, intervals, clip=clip, most=most, prior=prior, doubt=doubt)
+        return Method("auto", unit, few, proves)
     spent = covariance_share * (2 if intervals else 1)
     if spent + early_share >= 1:
         raise SordinoError(f"covariance_share: {covariance_share} leaves nothing for gradients; choose less.")
@@ -117,4 +127,9 @@ def auto(
         stages: tuple[Stage, ...] = (*first, steps(early_share, EARLY_ROUNDS, part), steps(None, None, None))
     else:
         stages = (*first, steps(None, None, 1.0))
-    return Method("auto", unit, stages, frozenset((unit, trust) for trust in Trust))
+    return Method("auto", unit, stages, proves)
+
+
+def least_rounds(intervals: int, early_share: float) -> int:
+    """The fewest rounds without `few_rounds`."""
+    return (2 if intervals else 1) + (EARLY_ROUNDS if early_share else 0) + 1

@@ -78,6 +78,11 @@ def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
     return method._replace(stages=stages, registered=registered)
 
 
+def added_rounds(share: float, slope: float | None) -> int:
+    """Rounds that `calibrated` adds."""
+    return (ROUNDS + 2 if slope else ROUNDS) if share else 0
+
+
 def _intercepts(last: Rule, clip: float, share: float, rounds: int) -> Stage:
     """Shift intercepts until the mean predictions are the observed shares. last: the rule of the stage before."""
 

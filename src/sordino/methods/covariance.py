@@ -11,7 +11,7 @@ from __future__ import annotations
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.methods.admm import admm
+from sordino.methods.admm import admm, check_rounding
 from sordino.methods.fednew import answers, checked
 from sordino.rules.basic import stateless
 from sordino.rules.matrix import damped, floored_inverse
@@ -153,8 +153,12 @@ def dp_fednew_fc(
     """
     checked("projection", clip=clip, covariance_clip=covariance_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
 
+    ratio = covariance_clip / (alpha + rho) if unit is Unit.RECORD else float("inf")
+
     def factorise(ask: Ask) -> Tensor:
-        return torch.cholesky_inverse(damped(ask.gram(), alpha + rho))
+        gram = ask.gram()
+        check_rounding(gram.shape[-1], ratio, inverse=True)
+        return torch.cholesky_inverse(damped(gram, alpha + rho))
 
     def solve(ask: Ask, theta: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
         return times(inverse, v)

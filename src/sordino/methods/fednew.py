@@ -12,13 +12,14 @@ import math
 from sordino.core import Ask, Kind, Method, Query, Tree, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import Tensor, torch
-from sordino.methods.admm import Solve, admm, shift
+from sordino.methods.admm import Solve, admm, check_rounding, shift
 from sordino.rules.limits import LIMITS
 from sordino.rules.matrix import conjugate_gradients, damped, steps_for
 
 SOLVERS = ("direct", "cg")
-MOST_CONDITION = 1e4  # of a damped Hessian, for float32
+MOST_CONDITION = 1e4  # of a damped Hessian
 ACCURACY = 1e-9  # of cg, as a part of the longest direction
+CG_ASSUMPTION = "Conjugate gradients reach the stated accuracy in float64 too, which is measured and not proved."
 
 
 def answers(
@@ -135,14 +136,16 @@ def dp_fednew(
     # At record level the condition number is at most 1 + curvature_clip / gamma, whatever the data: so is cg's error.
     steps = steps_for(1 + curvature_clip / gamma, ACCURACY) if solver == "cg" else 0
     queries = answers(unit, Kind.CURVATURE, clip, limit, curvature_clip, gamma, steps)
-    solve = conjugate(gamma, steps) if steps else direct(gamma)
-    return admm("dp-fednew", unit, queries, solve, lr=lr, rho=rho, limit=most, limit_by=limit_by, duals=duals)
+    solve = conjugate(gamma, steps) if steps else direct(gamma, curvature_clip if unit is Unit.RECORD else math.inf)
+    method = admm("dp-fednew", unit, queries, solve, lr=lr, rho=rho, limit=most, limit_by=limit_by, duals=duals)
+    return method._replace(assumes=(CG_ASSUMPTION,)) if steps and unit is Unit.RECORD else method
 
 
-def direct(gamma: float) -> Solve:
-    """Build H_i and factorise it."""
+def direct(gamma: float, curvature_clip: float = math.inf) -> Solve:
+    """Build H_i and factorise it. curvature_clip: inf where the message is clipped instead."""
 
     def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        check_rounding(v.shape[-1], curvature_clip / gamma)
         return torch.cholesky_solve(v.unsqueeze(-1), damped(ask.curvature(theta), gamma)).squeeze(-1)
 
     return solve

@@ -23,6 +23,7 @@ from sordino.lazy import Tensor, torch
 MOST_SHARE, FIRST_SHARE = 0.5, 0.3  # the second of both rounds' budget, for the first of them
 HIDDEN, TINY = 2.0, 1e-9  # of the largest eigenvalue that noise alone has, and of H: smaller ones are not inverted
 GRADIENT, HESSIAN = 0, 1  # queries of the stage
+UNCERTAINTY_ROUNDS = 2
 
 
 class Curve(NamedTuple):

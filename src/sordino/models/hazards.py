@@ -13,7 +13,7 @@ m_k log(1 + exp z_k) - d_k z_k. Its gradient has the residuals r_k = m_k h_k - d
 
 so a sum of clipped gradients needs no per-example gradients. Where a person has several records, their gradients are
 added up and the sum is clipped, once per person. For small hazards exp(w) is a hazard ratio, as in Cox's
-model for grouped times. Sums are float64, and every shape depends only on public numbers: docs/numerics.md has the
+model for grouped times. Sums are float64, and every shape depends only on public numbers: docs/proofs.md has the
 proof that one record moves a computed sum by at most the clip.
 """
 

@@ -6,7 +6,7 @@ positive semi-definite S (softmax: diag p - p p^T) and has Frobenius norm |u|^2 
 chunks of records, so they need no more memory than the sum.
 
 Sums over records are float64 for any type of records, and every shape depends only on public numbers. So one record
-moves a computed sum by at most the clip: docs/numerics.md has the proof.
+moves a computed sum by at most the clip: docs/proofs.md has the proof.
 """
 
 from __future__ import annotations

@@ -141,6 +141,8 @@ def stage_facts(plan: Plan, stage: int) -> Facts:
         cohort=rate * plan.clients,
         aggregate_std=aggregate_std(plan, stage),
         persons=plan.privacy.unit is Unit.PERSON,
+        same_records=plan.participation.kind == FULL and plan.sampling.kind == FULL,
+        query_stds=tuple(aggregate_std(plan, s, k) for s, k, _ in noised_queries(plan) if s == stage),
     )
 
 

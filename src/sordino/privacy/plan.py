@@ -10,6 +10,7 @@ A `Plan` holds facts and properties that follow from them directly. Functions ov
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
+MOST_STREAM_TERMS = 2**35  # records times rounds of a stream of integers: its rows are sums of rounded answers
 
 Result = TypeVar("Result")
 
@@ -177,7 +179,7 @@ class Plan:
         if self.sampling.kind != "poisson" or not (self.rates < 1).any():
             return np.asarray(np.rint(sizes * self.rates).astype(int))
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
-        tail = slots.tail(self.privacy.epsilon, self.privacy.delta, self.rounds * max(calls, 1))
+        tail = slots.tail(self.privacy.delta, self.rounds * max(calls, 1))
         return slots.slots(sizes, self.rates, tail)
 
 
@@ -227,14 +229,41 @@ def continues_stream(plan: Plan, t: int) -> bool:
     return carried and t > sum(plan.stage_rounds[:stage]) and not plan.noiseless
 
 
+@memoised
+def _streams_apart(plan: Plan) -> bool:
+    """Whether the rounds in which a client takes part move separate parts of every stream, with real numbers.
+
+    Then a minibatch in each of them is one sampled Gaussian release (Choquette-Choo et al. 2023).
+    """
+    if plan.sampling.kind != "poisson" or plan.integers is not None or plan.participation.kind == "poisson":
+        return False
+    table = np.zeros((plan.rounds, plan.clients), dtype=bool)
+    for t, cohort in enumerate(plan.cohorts):
+        table[t, cohort] = True
+    patterns, start = np.unique(table, axis=1), 0
+    for stage, rounds in zip(plan.stages, plan.stage_rounds, strict=True):
+        mechanisms = [mechanism_of(query.noise) for query in stage.queries if _spans_rounds(query)]
+        for mechanism, pattern in itertools.product(mechanisms, patterns[start : start + rounds].T):
+            if mechanism.separate_factor(np.flatnonzero(pattern)) is None:
+                return False
+        start += rounds
+    return True
+
+
 def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
     # At client level sizes are private, and must not decide what is refused.
     if plan.sampling.kind == FULL or (plan.privacy.unit.sizes_public and not (plan.rates < 1).any()):
         return ""
-    if any(q.bound is not None or _spans_rounds(q) for q in queries):
-        return f"the bound or noise of {plan.method.name} is proved only for all records of a client; use batch = full."
+    if any(q.bound is not None for q in queries):
+        return f"the bound of {plan.method.name} is proved only for all records of a client; use batch = full."
+    if any(_spans_rounds(q) for q in queries) and not _streams_apart(plan):
+        return (
+            f"the correlated noise of {plan.method.name} is proved for minibatches only where each of a client's "
+            "rounds moves a separate part of the stream: batch = poisson, mechanism = banded, and participation = "
+            "cyclic:b with b at least band. Use these, or batch = full."
+        )
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
     if noised and plan.privacy.person_clients > 1:
         return (
@@ -325,8 +354,13 @@ def _check_integers(plan: Plan, integers: Integers) -> None:
             f"messages: {len(integers.messages)} are described, but there are {len(plan.stages)} stages."
         )
     quantization.check(plan.method, integers)
-    for stage, number, _ in noised_queries(plan):
+    for stage, number, query in noised_queries(plan):
         plan_mechanism(plan, stage, number)
+        if _spans_rounds(query) and max(plan.sizes) * (plan.stage_rounds[stage] + 2) > MOST_STREAM_TERMS:
+            raise SordinoError(
+                f"rounds: {plan.stage_rounds[stage]} rounds of a stream with {max(plan.sizes):,} records: rounding "
+                "could move a row by more than the margin of the clip; use fewer rounds."
+            )
     if plan.privacy.trust is not Trust.SECURE_AGGREGATION:
         raise SordinoError(f"trust: sums of integers need secure-aggregation, not {plan.privacy.trust}.")
     if plan.privacy.person_clients > 1:

@@ -73,7 +73,11 @@ def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.n
 
 
 def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Per client: the number of releases, and the factor by which correlated noise multiplies their sensitivity."""
+    """Per client: the number of releases, and the factor by which correlated noise multiplies their sensitivity.
+
+    Correlated noise makes one release of all rounds. With minibatches every round is one, which `unbounded_sampling`
+    allows only where the rounds of a client move separate parts of the stream.
+    """
     mechanism = mechanism_of(query.noise)
     if (plan.participation.kind == FULL or plan.amplified) and not mechanism.spans_rounds:
         before = sum(plan.stage_rounds[:stage])
@@ -82,12 +86,16 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
     table = participation_table(plan, stage, done)
     if not mechanism.spans_rounds:
         return table.sum(0) * query.calls, np.ones(plan.clients)
+    drawn = bool((sampling_rates(plan, query) < 1).any())
     factors: dict[bytes, float] = {}  # clients that took part in the same rounds share one
     keys = [column.tobytes() for column in np.packbits(table, axis=0).T]
     for key, column in zip(keys, table.T, strict=True):
         if key not in factors:
-            factors[key] = mechanism.sensitivity_factor(np.flatnonzero(column), not plan.only_sums_visible)
-    return table.any(0).astype(int), np.array([factors[key] for key in keys])
+            rounds = np.flatnonzero(column)
+            factor = mechanism.separate_factor(rounds) if drawn else None
+            own = not plan.only_sums_visible
+            factors[key] = mechanism.sensitivity_factor(rounds, own) if factor is None else factor
+    return table.sum(0) if drawn else table.any(0).astype(int), np.array([factors[key] for key in keys])
 
 
 def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:

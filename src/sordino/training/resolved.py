@@ -25,9 +25,10 @@ from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
 from sordino.methods import build, entry
-from sordino.methods.calibration import calibrated
+from sordino.methods.auto import least_rounds
+from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.tally import after_tally
-from sordino.methods.uncertainty import with_uncertainty
+from sordino.methods.uncertainty import UNCERTAINTY_ROUNDS, with_uncertainty
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
@@ -523,7 +524,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
         options={
             key: _whole_path(value) if key == "public" and value else value
-            for key, value in {**known.options, **_task_options(spec, schema), **spec.options}.items()
+            for key, value in {**known.options, **_run_options(spec, schema), **spec.options}.items()
         },
         model_options=model_options,
     )
@@ -606,11 +607,20 @@ def _person_column(spec: Spec, schema: Schema | None) -> str | None:
     return spec.person if schema is None else schema.person
 
 
-def _task_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
-    """What `auto` needs for survival: how many intervals there are."""
-    if spec.method != "auto" or schema is None or schema.target is None or schema.task != "survival":
+def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
+    """What `auto` needs to know of a run: how many intervals there are for survival, and whether rounds are few."""
+    if spec.method != "auto":
         return {}
-    return {"intervals": len(schema.target.intervals) - 1}
+    options: dict[str, Any] = {}
+    if schema is not None and schema.target is not None and schema.task == "survival":
+        options["intervals"] = len(schema.target.intervals) - 1
+    given = {**entry(spec.method).options, **options, **spec.options}
+    added = added_rounds(_calibrate(spec, schema), spec.calibrate_slope)
+    added += (UNCERTAINTY_ROUNDS if spec.uncertainty else 0) + (0 if spec.private_statistics is None else 1)
+    own = (entry(spec.method).rounds if spec.rounds is None else spec.rounds) - added
+    if 1 <= own < least_rounds(given["intervals"], given["early_share"]):
+        options["few_rounds"] = own
+    return options
 
 
 def _model_of(spec: Spec, schema: Schema | None, options: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:

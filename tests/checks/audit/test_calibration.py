@@ -38,7 +38,7 @@ class CountsAgain(Linear):
 
 def test_a_record_that_counts_again_is_found(monkeypatch):
     monkeypatch.setattr(attacks, "CLASS_MODEL", CountsAgain(3, 2))
-    assert attacked(Unit.PERSON, Adjacency.ADD_REMOVE, 200).broken
+    assert attacked(Unit.PERSON, Adjacency.ADD_REMOVE, 2000).broken
 
 
 def test_the_command_line_attacks_calibration(capsys):

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from dp_accounting import GaussianDpEvent
@@ -152,7 +153,27 @@ def test_draws_follow_the_law(law):
     assert furthest(drawn + 1) > 5
     assert furthest(np.maximum(drawn - 1, 0)) > 5
     assert drawn.min() >= law.least
-    assert selection.draw(law) >= law.least
+
+
+@pytest.mark.parametrize("law", LAWS, ids=str)
+def test_secret_draws_invert_the_exact_law(law, monkeypatch):
+    """At every edge between k and k + 1, to all bits; `law` in mpmath. The mutant is the law in float64."""
+    with mpmath.workprec(600):
+        gamma, eta = (mpmath.mpf(getattr(law, name, 1.0)) for name in ("gamma", "eta"))
+        if law.least == 0:
+            first = mpmath.exp(-mpmath.mpf(law.mean))
+        else:
+            first = (1 - gamma) * (eta / (gamma**-eta - 1) if eta else -1 / mpmath.log(gamma))
+        rounded, below, weight = list[bool](), first, first
+        for k in range(law.least, law.least + 6):
+            edge = int(mpmath.floor(below * 2**192))
+            for bits, drawn in ((edge - 1, k), (edge + 1, k + 1)):
+                monkeypatch.setattr("secrets.randbits", lambda count, bits=bits: bits)
+                assert selection.draw(law) == drawn
+            rounded.append(edge != int(float(below) * 2**192))
+            weight *= mpmath.mpf(law.mean) / (k + 1) if law.least == 0 else (1 - gamma) * (k + eta) / (k + 1)
+            below += weight
+    assert sum(rounded) >= 5, "float64 has too few bits"
 
 
 @pytest.mark.parametrize("law", LAWS, ids=str)
@@ -306,9 +327,9 @@ def test_secret_choices_come_from_the_system_s_randomness(monkeypatch):
     """How many runs, and which: neither from a generator that can be recomputed, without a seed."""
     settings = [{"lr": lr} for lr in (1, 2, 3)]
     privacy = Privacy(2.0, 1e-5, trust=Trust.TRUSTED_SERVER)
-    bits, picks = iter([0, 2**52 - 1, 2**51]), itertools.cycle([2, 0])
+    bits, picks = iter([0, 2**192 - 1, 2**191]), itertools.cycle([2, 0])
     monkeypatch.setattr(np.random, "default_rng", None)
-    monkeypatch.setattr("secrets.randbits", lambda count: next(bits) if count == 52 else pytest.fail("52 are exact"))
+    monkeypatch.setattr("secrets.randbits", lambda count: next(bits) if count == 192 else pytest.fail("as documented"))
     monkeypatch.setattr("secrets.randbelow", lambda below: next(picks) if below == 3 else pytest.fail("3 settings"))
     assert private_tuning._random(settings, privacy, 4.0, None)[0] == [{"lr": 3}]
     assert private_tuning._random(settings, privacy, 4.0, None)[0][:4] == [{"lr": 1}, {"lr": 3}, {"lr": 1}, {"lr": 3}]

@@ -667,3 +667,56 @@ def test_compaction_deletes_the_bytes_of_ended_plans_and_keeps_the_chain(tmp_pat
     assert path.stat().st_size < 100_000
     tamper(path, ("UPDATE entries SET payload = NULL WHERE seq = 6",))
     assert problems(path) == ["Row 6 has a payload that does not match its hash: it was changed."]
+
+
+# -------------------------------------------------------------------------------- runs that are chosen after looking
+
+
+def sampled(plan, rate, std, times=50):
+    return Charge("ann", 0, "gradient", 1.0, std, times, plan, rate, "poisson add-remove")
+
+
+def test_any_choice_makes_limits_hold_for_later_runs_however_they_are_chosen(tmp_path, capsys):
+    path = tmp_path / "ledger.db"
+    runs = [sampled("first", 0.05, 1.0), sampled("second", 0.2, 4.0)]
+    with Ledger(path, epsilon=8.0, delta=1e-5) as opened, Ledger(path) as beside:
+        for run in runs:
+            opened.charge([run])
+        before, most = opened.spent_epsilon("ann", 1e-5), opened.adaptive_epsilon("ann", 1e-5)
+        assert not opened.covers_choice("ann")
+        assert before < most
+        assert main(["ledger", "show", str(path)]) == 0
+        shown = " ".join(capsys.readouterr().out.split())
+        assert f"However they were chosen, ε is at most {most:.4g}" in shown
+        assert opened.left("ann") > 0
+        roomy = opened.left("ann")
+        assert main(["ledger", "any-choice", str(path)]) == 0
+        assert f"{most:.4g}" in capsys.readouterr().out
+        for each in (opened, beside):  # another process that has the file open follows
+            assert each.covers_choice("ann")
+            assert each.spent_epsilon("ann", 1e-5) == most == each.adaptive_epsilon("ann", 1e-5)
+            assert 0 <= each.left("ann") < roomy
+    with Ledger(path, epsilon=(before + most) / 2, delta=1e-5) as opened:
+        opened.allow_any_choice()  # once more changes nothing
+        assert opened.allows_any_choice()
+        with pytest.raises(OverspentError, match="the limit is"):
+            opened.charge([sampled("third", 0.01, 5.0, 1)])
+    assert problems(path) == []
+
+
+def test_runs_without_samples_are_counted_as_before(tmp_path):
+    with Ledger(tmp_path / "ledger.db", epsilon=8.0, delta=1e-5) as opened:
+        opened.charge([entry(plan="a")])
+        opened.charge([entry(plan="b", std=20.0)])
+        assert opened.covers_choice("ann")
+        exact = gaussian.epsilon(math.hypot(2 / 50, 2 / 20), 1e-5)
+        assert opened.spent_epsilon("ann", 1e-5) == pytest.approx(exact, rel=1e-12)
+
+
+def test_each_minibatch_of_all_runs_may_overflow(tmp_path):
+    """The share of delta that a run reserves is one of its own delta, which the ledger does not know."""
+    few, many = ledger.Spent(), ledger.Spent()
+    few.add(sampled("a", 1e-4, 50.0, 10))
+    many.add(sampled("a", 1e-4, 50.0, 10**6))
+    assert few.epsilon(1e-9) < math.inf
+    assert many._under("add-remove", 1e-12) == math.inf, "2^-56 per minibatch is more than delta"

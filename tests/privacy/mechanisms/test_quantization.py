@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import sordino.privacy.plan
 from sordino.core import Adjacency, Broadcast, Divisor, Local, Privacy, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
@@ -408,6 +409,14 @@ def test_one_record_moves_a_stream_of_integers_by_what_is_claimed_and_nearly_rea
     moved = np.linalg.norm(first - encoded(x))
     assert 0.9 * claim < moved <= claim
     assert options.get("mechanism") == "schedule" or moved > 1.1 * own_rounds  # the twin that forgets earlier answers
+
+
+def test_a_stream_of_so_many_terms_that_rounding_exceeds_the_margin_is_refused(monkeypatch):
+    masked_plan("dp-ftrl", 6)
+    monkeypatch.setattr(sordino.privacy.plan, "MOST_STREAM_TERMS", max(SIZES) * 8 - 1)
+    masked_plan("dp-ftrl", 5)
+    with pytest.raises(SordinoError, match="margin of the clip"):
+        masked_plan("dp-ftrl", 6)
 
 
 def test_a_stream_without_noise_is_the_plain_sum_and_its_noise_is_mixed_by_the_decoder():

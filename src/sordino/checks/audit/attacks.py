@@ -39,7 +39,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -66,8 +66,12 @@ from sordino.privacy.mechanisms.random import source as noise_from
 from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
-RUNS = 10_000  # per data set
+RUNS = 50_000  # per data set
+SAMPLED_RUNS = 20_000  # the same with minibatches, which are drawn run by run
+LEMMA_RUNS = 30_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
+FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
+LEMMA_ROUNDS = 2  # the same where a lemma bounds a message
 RUNS_PER_BATCH = 10_000
 CANARIES = 2_000  # of an audit in one run
 MATRIX_CANARIES = 300  # if a release has one entry per pair of canaries
@@ -79,6 +83,8 @@ LEMMA_SIZES = (100, 100, 100)  # if a lemma bounds a message: with fewer records
 SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
+FAR_CANARY = 1000.0  # features of a class, whose score any noised model makes certain
+LEANING = -0.75, math.sqrt(1 - 0.75**2)  # neither mirrored nor turned: moves a gradient and its outer product at once
 OPPOSED = ", opposite company"
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
@@ -199,7 +205,7 @@ def audit(
     name: str,
     privacy: Privacy | None = None,
     *,
-    runs: int = RUNS,
+    runs: int | None = None,
     rounds: int | None = None,
     confidence: float = statistics.CONFIDENCE,
     noise_factor: float = 1.0,
@@ -217,7 +223,7 @@ def audit(
     Args:
       name: the method's name in the registry, or the name that the result shows.
       privacy: the promise to attack.
-      runs: runs per data set.
+      runs: runs per data set; by default `default_runs`, and three times as many if the canary reaches little.
       rounds: length of the stage whose length is open.
       confidence: with which each bound holds.
       noise_factor: multiplies the noise without telling the certificate; below 1 the attack should win.
@@ -234,39 +240,82 @@ def audit(
       SordinoError: an argument is out of its range, or this combination cannot be audited.
     """
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
-    check_arguments("runs", runs, noise_factor, seed)
-    sources, certified, delta = _sources(seed, plan), spending.epsilon(plan), plan.privacy.delta
+    check_arguments("runs", RUNS if runs is None else runs, noise_factor, seed)
+    sources = sources_of(seed, plan)
     attack, information, least = _best(plan, audited_model(plan.method), sources, dtype)
-    sampled, threshold = _samples(plan), None  # with minibatches, a part of the scores chooses the threshold
-    if not sampled:
-        threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
-    tries: list[tuple[float, float, statistics.LowerBound]] = []
-    while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
-        zero, one = (scores(attack, side, runs, sources, noise_factor, tick) for side in (0, 1))
-        plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
-        sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
-        tries.append((plain.epsilon, _by_account(plan, sharp) if sampled else sharp.epsilon, sharp))
-    _, model_based, sharp = min(tries, key=lambda bounds: bounds[1])
+    reach = math.sqrt(information) / spending.mu(plan)
+    if runs is None:
+        runs = default_runs(plan) * (MORE_RUNS if reach < FAR_REACH else 1)
+    count = runs
+
+    def scored(side: int) -> np.ndarray:
+        return scores(attack, side, count, sources, noise_factor, tick)
+
+    found = estimate(plan, scored, information, runs, confidence, _by_account if _samples(plan) else None)
     return Audit(
-        *_names(name, plan),
-        lower_thresholds=min(bounds[0] for bounds in tries),
-        lower_gaussian=None if sampled else model_based,
-        lower_account=model_based if sampled else None,
-        mu_certified=spending.mu(plan),
-        mu_lower=None if sampled else sharp.mu or 0.0,
-        false_positive_rate=sharp.false_positive_rate,
-        false_negative_rate=sharp.false_negative_rate,
-        reach=math.sqrt(information) / spending.mu(plan),
+        *named(name, plan),
+        **found,
+        reach=reach,
         least_claim=least,
         canary=attack.name,
         runs=runs,
         rounds=plan.rounds,
         confidence=confidence,
-        tries=len(tries),
         noise_factor=noise_factor,
         batch=str(plan.sampling),
         dtype=_dtype_name(dtype),
     )
+
+
+def estimate(
+    plan: Plan,
+    scored: Callable[[int], np.ndarray],
+    information: float,
+    runs: int,
+    confidence: float,
+    by_account: Callable[[Plan, statistics.LowerBound], float] | None = None,
+) -> dict[str, Any]:
+    """The lower bounds from fresh scores of both data sets, as the fields of an `Audit`.
+
+    A bound above the certified epsilon is estimated again, and the smallest one counts.
+
+    Args:
+      plan: what is attacked.
+      scored: fresh scores of data set 0 or 1, log likelihood ratios.
+      information: the squared mu of the canary, which fixes the threshold before the runs.
+      runs: per data set.
+      confidence: with which each bound holds.
+      by_account: the epsilon of a refuted mu, if the mechanism is not Gaussian. Then a part of the scores chooses the
+        threshold.
+
+    Returns:
+      The bounds, the certified and the refuted mu, the errors, and the number of tries.
+    """
+    certified, delta, threshold = spending.epsilon(plan), plan.privacy.delta, None
+    if by_account is None:
+        threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
+    tries: list[tuple[float, float, statistics.LowerBound]] = []
+    while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
+        zero, one = scored(0), scored(1)
+        plain = statistics.by_thresholds(zero, one, delta=delta, confidence=confidence, threshold=threshold)
+        sharp = statistics.by_gaussian(zero, one, delta=delta, confidence=confidence, threshold=0.0)
+        tries.append((plain.epsilon, by_account(plan, sharp) if by_account else sharp.epsilon, sharp))
+    _, model_based, sharp = min(tries, key=lambda bounds: bounds[1])
+    return {
+        "lower_thresholds": min(bounds[0] for bounds in tries),
+        "lower_gaussian": None if by_account else model_based,
+        "lower_account": model_based if by_account else None,
+        "mu_certified": spending.mu(plan),
+        "mu_lower": None if by_account else sharp.mu or 0.0,
+        "false_positive_rate": sharp.false_positive_rate,
+        "false_negative_rate": sharp.false_negative_rate,
+        "tries": len(tries),
+    }
+
+
+def default_runs(plan: Plan) -> int:
+    """Runs per data set, of an audit of this plan."""
+    return LEMMA_RUNS if _proved_by_lemma(plan.method) else SAMPLED_RUNS if _samples(plan) else RUNS
 
 
 def one_run(
@@ -314,7 +363,7 @@ def one_run(
         canaries = min(canaries, MATRIX_CANARIES)
     check_arguments("canaries", canaries, noise_factor, seed)
     plan = plan_for(name, privacy, rounds=rounds, method=method, sizes=(canaries, *CLIENT_RECORDS[1:]))
-    attack, sources = _many_canaries(plan, canaries, dtype), _sources(seed, plan)
+    attack, sources = _many_canaries(plan, canaries, dtype), sources_of(seed, plan)
     certified, delta = spending.epsilon(plan), privacy.delta
     counts = [
         statistics.best_guesses(
@@ -335,7 +384,7 @@ def one_run(
         mu = statistics.one_run_mu(canaries, counts[1], right_gaussian, confidence=confidence)
         results.append((plain, mu, right, right_gaussian))
     return OneRun(
-        *_names(name, plan),
+        *named(name, plan),
         lower_dp=min(plain for plain, *_ in results),
         lower_gaussian=gaussian.epsilon(min(mu for _, mu, *_ in results), delta),
         mu_lower=min(mu for _, mu, *_ in results),
@@ -385,7 +434,8 @@ def plan_for(
         raise SordinoError(f"rounds: {rounds} must be at least 1.")
     fixed = sum(stage.rounds or 0 for stage in method.stages)
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
-    length = int(min(rounds or max(1, min(ROUNDS, usual)), most_rounds(method)))
+    most = LEMMA_ROUNDS if _proved_by_lemma(method) else ROUNDS
+    length = int(min(rounds or max(1, min(most, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
     if why := unattacked(method, sampling):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
@@ -470,12 +520,18 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         "short mirrored": (SHORT_CANARY * one, -CANARY_LABEL),
         "turned": (LONG_CANARY * two, label),
     }
+    if any(query.kind in MATRICES and query.noise is not None for stage in plan.stages for query in stage.queries):
+        records["leaning"] = (LONG_CANARY * (LEANING[0] * one + LEANING[1] * two), label)
+    if any(query.kind is Kind.COUNT for stage in plan.stages for query in stage.queries):
+        records["short gradient"] = (0 * one, 0.0)  # counts as shorter than an adaptive clip
     if model is CLASS_MODEL:
         records = {
             "long": (LONG_CANARY * one, 1.0),
             "long of the other class": (LONG_CANARY * one, 0.0),
             "opposite of the other class": (-LONG_CANARY * one, 0.0),
             "opposite": (-LONG_CANARY * one, 1.0),
+            "far": (FAR_CANARY * one, 1.0),
+            "far of the other class": (-FAR_CANARY * one, 0.0),
         }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
@@ -513,7 +569,8 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
 # --------------------------------------------------------------------------------------------------------- internals
 
 
-def _names(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
+def named(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
+    """What was attacked: the first fields of a result."""
     privacy = plan.privacy
     return name, str(privacy.unit), str(privacy.adjacency), str(privacy.trust), spending.epsilon(plan), privacy.delta
 
@@ -537,9 +594,9 @@ def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
     return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
 
 
-def _sources(seed: int | None, plan: Plan) -> Iterator[Source]:
+def sources_of(seed: int | None, plan: Plan) -> Iterator[Source]:
     """One source per use: with fresh keys, or seeded with streams that no two audits share."""
-    words = "/".join(map(str, _names(plan.method.name, plan))).encode()
+    words = "/".join(map(str, named(plan.method.name, plan))).encode()
     for number in itertools.count():
         if seed is None:
             yield Secure()

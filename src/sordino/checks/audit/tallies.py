@@ -2,14 +2,14 @@
 
 The two neighbouring data sets differ in one record of one client, the victim, or in all records of one of its persons:
 a search over extreme records chooses the pair whose tallies, before noise, lie furthest apart. The engine's own client
-code answers, with the noise that ships. The release is one Gaussian vector, so the log likelihood ratio is the best
-score there is.
+code answers once, because an answer does not depend on noise; the engine's own function adds noise to it many times.
+The release is one Gaussian vector, so the log likelihood ratio is the best score there is.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,16 @@ import torch
 from torch import Tensor
 
 from sordino.checks.audit import lower_bounds as statistics
-from sordino.checks.audit.attacks import MAX_TRIES, RUNS, Audit, check_arguments
+from sordino.checks.audit.attacks import RUNS, Audit, check_arguments, estimate, named, sources_of
 from sordino.checks.fixtures import Space
 from sordino.checks.tallies import CheckedTally
 from sordino.core import Adjacency, Broadcast, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import reference
+from sordino.engines.oracle import noised, standard_noise
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.privacy import spending
-from sordino.privacy.mechanisms.random import Secure, Seeded, Source
+from sordino.privacy.mechanisms.random import COHORT, Address, Seeded, Source
 from sordino.privacy.plan import Plan
 
 SIZES, VICTIM = (4, 3, 3), 0
@@ -69,53 +70,37 @@ def audit(
     means = [_before_noise(plan, round_plan, tally, theta, records) for records in (zero, one)]
     gap = means[1] - means[0]
     std = _std(plan, round_plan)
-    noisy = round_plan._replace(
-        stds=[noise_factor * each for each in round_plan.stds],
-        sum_stds=[noise_factor * each for each in round_plan.sum_stds],
-    )
     information = float((gap / std).norm()) ** 2
-    sources = _sources(seed)
-    certified, delta = spending.epsilon(plan), privacy.delta
-    threshold = statistics.best_threshold(math.sqrt(information), runs, delta=delta, confidence=confidence)
-    tries: list[tuple[float, float, statistics.LowerBound]] = []
-    while len(tries) < MAX_TRIES and (not tries or max(tries[-1][:2]) > certified):
-        scores = []
-        for records in (zero, one):
-            source = next(sources)
-            released = (_released(plan, noisy, tally, theta, records, source, k) for k in range(runs))
-            middle = (means[0] + means[1]) / 2
-            scores.append(np.array([float((each - middle) @ gap) / std**2 for each in released]))
-            tick(runs)
-        plain = statistics.by_thresholds(*scores, delta=delta, confidence=confidence, threshold=threshold)
-        sharp = statistics.by_gaussian(*scores, delta=delta, confidence=confidence, threshold=0.0)
-        tries.append((plain.epsilon, sharp.epsilon, sharp))
-    _, model_based, sharp = min(tries, key=lambda bounds: bounds[1])
+    sources = sources_of(seed, plan)
+
+    def scored(side: int) -> np.ndarray:
+        released = released_often(plan, round_plan, means[side], noise_factor * std, next(sources), runs)
+        tick(runs)
+        return np.asarray(((released - (means[0] + means[1]) / 2) @ gap / std**2).numpy())
+
+    found = estimate(plan, scored, information, runs, confidence)
     reach = math.sqrt(information) / spending.mu(plan)
     return Audit(
-        method=name,
-        unit=str(privacy.unit),
-        adjacency=str(privacy.adjacency),
-        trust=str(privacy.trust),
-        certified=certified,
-        delta=delta,
-        lower_thresholds=min(bounds[0] for bounds in tries),
-        lower_gaussian=model_based,
-        lower_account=None,
-        mu_certified=spending.mu(plan),
-        mu_lower=sharp.mu or 0.0,
-        false_positive_rate=sharp.false_positive_rate,
-        false_negative_rate=sharp.false_negative_rate,
+        *named(name, plan),
+        **found,
         reach=reach,
         least_claim=reach,
         canary=f"one {privacy.unit} of another cell",
         runs=runs,
         rounds=1,
         confidence=confidence,
-        tries=len(tries),
         noise_factor=noise_factor,
         batch="full",
         dtype="float64",
     )
+
+
+def released_often(plan: Plan, round_plan: RoundPlan, mean: Tensor, std: float, source: Source, runs: int) -> Tensor:
+    """Many releases of one tally, each with its noise, as the engines add it: runs x numbers."""
+    at = Address(COHORT if plan.only_sums_visible else VICTIM, round_plan.t, 0)
+    shape = runs, len(mean)
+    noise = standard_noise(source.fresh(), round_plan.stage.queries[0], at, round_plan.first, shape)
+    return noised(mean.expand(shape), noise, std, secret=source.private)
 
 
 def _neighbours(tally: Any, theta: Tensor, privacy: Privacy) -> tuple[Records, Records]:
@@ -177,24 +162,3 @@ def _std(plan: Plan, round_plan: RoundPlan) -> float:
     if plan.only_sums_visible:
         return float(round_plan.sum_stds[0])
     return float(round_plan.stds[0][VICTIM]) / plan.sizes[VICTIM]
-
-
-def _released(
-    plan: Plan, round_plan: RoundPlan, tally: Any, theta: Tensor, records: Records, source: Source, run: int
-) -> Tensor:
-    """One release, with its noise. Every run has an address of its own: it is the number of a round."""
-    round_plan = round_plan._replace(t=run, first=run)
-    if not plan.only_sums_visible:
-        victim: Tensor = _answer(round_plan, tally, theta, records, VICTIM, source)
-        return victim.double()
-    messages = [_answer(round_plan, tally, theta, records, i, None) for i in range(plan.clients)]
-    total = reference.noised_sum(round_plan, messages, list(plan.weights), [0], source, theta)
-    assert isinstance(total, Tensor)
-    return total
-
-
-def _sources(seed: int | None) -> Iterator[Source]:
-    count = 0
-    while True:
-        yield Secure() if seed is None else Seeded(1000 * seed + count)
-        count += 1

@@ -21,19 +21,14 @@ ROUND_UP = 1 + 2.0**-38  # covers the rounding errors of every formula here, inc
 
 # By which factor the standard deviation of integer noise is reduced to that of the Gaussian noise it is a function of.
 #
-# Lemma. Let m be an integer vector, σ = SMOOTHING τ and ρ² = σ² - τ². Draw y from N(m, τ² I), then each integer k_j
-# with probability proportional to exp(-(k_j - y_j)²/2ρ²). The second step does not depend on m, and the law of k is
-# that of m + N_Z(0, σ²) up to a factor of e^±T per coordinate, T = 4 η/(1 - 2η), η = Σ_{j>=1} exp(-2π²ρ²j²).
+# Let m be an integer vector, σ = SMOOTHING τ and ρ² = σ² - τ². Draw y from N(m, τ² I), then each integer k_j with
+# probability proportional to exp(-(k_j - y_j)²/2ρ²). The law of k is that of m + N_Z(0, σ²) up to a factor of e^±T per
+# coordinate, T = 4 η/(1 - 2η), η = Σ_{j>=1} exp(-2π²ρ²j²) (docs/proofs.md, "Integers").
 #
-# Proof. The normalizing sum Z(y) = Σ_k exp(-(k - y)²/2ρ²) is ρ √(2π) (1 + 2 Σ_j exp(-2π²ρ²j²) cos 2πjy) by Poisson's
-# formula, that is ρ √(2π) up to 1 ± 2η. With a constant Z the law of k would be the density of N(m, τ² + ρ²) at k. The
-# density of m + N_Z(0, σ²) at k is the same one, normalized by σ √(2π) up to 1 ± 2η again, because σ > ρ.
-#
-# So a release m(data) + N_Z is, up to e^±dT, a function of m(data) + N(0, τ²), also if m depends on a random sample: a
-# mixture of laws is a function of the same mixture. If the Gaussian releases are (ε, δ)-DP, these are (ε + 2kdT,
-# e^kdT δ)-DP after k releases in d dimensions. The noise of the sum has a variance of at least
-# LEAST_SMOOTHED_VARIANCE, so ρ² >= 31, η < e^-600 and kdT < e^-500, less than any rounding error here. A sum of
-# discrete Gaussians is a discrete Gaussian up to the e^±T of `rho`, which is smaller still.
+# So if the Gaussian releases are (ε, δ)-DP, also about samples, these are (ε + 2kdT, e^kdT δ)-DP after k releases in d
+# dimensions. The noise of the sum has a variance of at least LEAST_SMOOTHED_VARIANCE, so ρ² >= 31, η < e^-600 and
+# kdT < e^-500, less than any rounding error here. A sum of discrete Gaussians is a discrete Gaussian up to the e^±T of
+# `rho`, which is smaller still.
 SMOOTHING = 1 + 2.0**-12
 LEAST_SMOOTHED_VARIANCE = 2.0**16
 

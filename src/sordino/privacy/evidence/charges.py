@@ -8,7 +8,14 @@ from sordino.privacy.accounting.events import Release
 from sordino.privacy.calibration import query_noises
 from sordino.privacy.evidence.ledger import Charge
 from sordino.privacy.plan import Plan, plan_mechanism
-from sordino.privacy.releases import mu_squared_of_round, sampled_factor, sampler_of, sampling_rates, visible
+from sordino.privacy.releases import (
+    mu_squared_of_round,
+    release_counts,
+    sampled_factor,
+    sampler_of,
+    sampling_rates,
+    visible,
+)
 
 
 def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Charge]:
@@ -27,7 +34,7 @@ def charges(plan: Plan, client: int, t: int, run_id: str) -> list[Charge]:
         mechanism = plan_mechanism(plan, noise.stage, noise.number).event.name
         if rate < 1:
             sampler = sampler_of(plan)
-            factor = sampled_factor(plan, query, sampler)
+            factor = sampled_factor(plan, query, sampler) * float(release_counts(plan, noise.stage, query)[1][client])
             times = query.calls // query.joint
             release = Release(noise.name, sensitivity * factor, std, times, rate, sampler, mechanism)
             rows.append(Charge.of(release, who, t, run_id, plan.privacy.adjacency))

@@ -42,6 +42,7 @@ from typing import Any, Literal, NamedTuple, Self
 from sordino.core import Adjacency, Unit
 from sordino.errors import LedgerError, OverspentError, SordinoError
 from sordino.privacy.accounting import concentrated, events, gaussian
+from sordino.privacy.accounting.slots import MOST_OVERFLOW
 from sordino.privacy.accounting.subsampled import Sampler
 
 SCHEMA = 2
@@ -205,7 +206,7 @@ class Ledger:
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
         new_limit = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
-        self._spent: defaultdict[str, Spent] = defaultdict(Spent)  # the sum of the rows up to `_last_read`
+        self._spent: defaultdict[str, SpentByRuns] = defaultdict(SpentByRuns)  # the sum of the rows up to `_last_read`
         self._last_read = 0
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         if read_only:
@@ -450,18 +451,43 @@ class Ledger:
         Without sampling it is exact, because Gaussian releases compose by adding mu squared.
         """
         self._catch_up()
-        return math.sqrt(self._spent.get(who, Spent()).square)
+        return math.sqrt(self._spent_by(who).square)
 
     def spent_epsilon(self, who: str, delta: float) -> float:
         """Epsilon of everything charged to `who`, at a delta."""
         self._catch_up()
-        return self._spent.get(who, Spent()).epsilon(delta)
+        return self._spent_by(who).epsilon(delta)
+
+    def adaptive_epsilon(self, who: str, delta: float) -> float:
+        """The same, however the numbers of later runs were chosen: an upper bound (`SpentByRuns`)."""
+        self._catch_up()
+        return self._spent_by(who).adaptive_epsilon(delta)
+
+    def covers_choice(self, who: str) -> bool:
+        """Whether `spent_epsilon` also holds if later runs were chosen after looking at earlier results."""
+        self._catch_up()
+        return self.allows_any_choice() or self._spent_by(who).covers_choice
+
+    def allow_any_choice(self) -> None:
+        """From now on, count runs such that limits hold however the numbers of later runs were chosen.
+
+        It costs more, and cannot be taken back. Without it, limits hold if all noise is Gaussian and nothing is
+        sampled, or if the numbers of all runs were fixed before the first result was seen.
+        """
+        with self._transaction():
+            self._db.execute("CREATE TABLE IF NOT EXISTS any_choice (time TEXT NOT NULL)")
+            if not self._ask("SELECT 1 FROM any_choice"):
+                self._db.execute("INSERT INTO any_choice VALUES (?)", (_now(),))
+
+    def allows_any_choice(self) -> bool:
+        """Whether `allow_any_choice` was called."""
+        return self._has("any_choice")
 
     def left(self, who: str, limit: tuple[float, float] | None = None) -> float | None:
         """The largest epsilon, at the delta of the limit, of one more release without sampling that fits into every
         limit and into `limit`, which is not stored; 0 if none fits, None if there is no limit."""
         self._catch_up()
-        spent = self._spent.get(who, Spent())
+        spent = self._spent_by(who)
         limits = [*self.limits(), *([limit] if limit else [])]
         return min((spent.left(*each) for each in limits), default=None)
 
@@ -640,13 +666,13 @@ class Ledger:
         if not limits:
             return
         self._catch_up()
-        after: dict[str, Spent] = {}
+        after: dict[str, SpentByRuns] = {}
         for entry in entries:
             if entry.std == 0 and entry.sensitivity > 0:
                 raise SordinoError(
                     f"std: query '{entry.query}' of {entry.who} has no noise, but the ledger has a limit."
                 )
-            after.setdefault(entry.who, self._spent.get(entry.who, Spent()).copy()).add(entry)
+            after.setdefault(entry.who, self._spent_by(entry.who).copy()).add(entry)
         for who, spent in after.items():
             for mu, epsilon, delta in limits:  # all limits, because none is strictest for sampled releases
                 if not spent.exceeds(mu, epsilon, delta):
@@ -656,8 +682,16 @@ class Ledger:
                     f"{delta:g}; the limit is {epsilon:g}. Nothing was charged."
                 )
 
+    def _spent_by(self, who: str) -> SpentByRuns:
+        """What the rows read so far cost, without an entry for somebody who was never charged."""
+        kind = self._spent.default_factory
+        assert kind is not None
+        return self._spent[who] if who in self._spent else kind()
+
     def _catch_up(self) -> None:
         """Add up the rows that any process committed since the last call."""
+        if self._spent.default_factory is not AdaptivelySpent and self.allows_any_choice():
+            self._spent, self._last_read = defaultdict(AdaptivelySpent), 0
         for row in self._rows_after(self._last_read):
             self._spent[row.who].add(_checked(Charge(*row[:9])))
             self._last_read = row.seq
@@ -756,7 +790,7 @@ def _checked(entry: Charge) -> Charge:
 
 
 class Spent:
-    """The total cost of somebody's charges."""
+    """The total cost of somebody's charges, if their numbers were fixed before the first result was seen."""
 
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, as if nothing were sampled
@@ -765,8 +799,8 @@ class Spent:
         self.gaussian = True  # all noise is Gaussian
         self.may_fail = 0  # releases whose bound may fail
 
-    def copy(self) -> Spent:
-        other = Spent()
+    def copy(self) -> Self:
+        other = type(self)()
         other.square, other.parts = self.square, dict(self.parts)
         other.gaussian, other.may_fail = self.gaussian, self.may_fail
         return other
@@ -780,16 +814,19 @@ class Spent:
         key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
+    def repeated(self, times: int) -> Spent:
+        """The cost of the same charges so many times."""
+        other = Spent()
+        other.square, other.gaussian, other.may_fail = times * self.square, self.gaussian, times * self.may_fail
+        other.parts = {key: times * count for key, count in self.parts.items()}
+        return other
+
     def epsilon(self, delta: float) -> float:
         """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as such."""
-        if self.gaussian:
-            plain = gaussian.epsilon(math.sqrt(self.square), delta)
-        else:  # all of it as concentrated DP, as if nothing were sampled
-            plain = concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
         adjacencies = {key[0].partition(" ")[2] for key in self.parts}
         if self.gaussian:
             adjacencies -= {""}
-        return min([plain, *(self._under(adjacency, delta) for adjacency in adjacencies)])
+        return min([self._plain(delta), *(self._under(adjacency, delta) for adjacency in adjacencies)])
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
@@ -801,7 +838,7 @@ class Spent:
         """The largest epsilon of one more Gaussian release on all of the data within the limit; 0 if none fits."""
         whole = _mu(epsilon, delta)
         low, high = 0.0, whole  # mu of the release
-        if self.gaussian and not self._sampled():
+        if self._closed_form:
             low = math.sqrt(max(0.0, whole * whole - self.square))
         elif self.epsilon(delta) <= epsilon:
             for _ in range(12):
@@ -811,8 +848,25 @@ class Spent:
                 low, high = (low, middle) if after.exceeds(whole, epsilon, delta) else (middle, high)
         return gaussian.epsilon(low, delta) if low > 0 else 0.0
 
-    def _sampled(self) -> bool:
+    @property
+    def _closed_form(self) -> bool:
+        """Whether the mu squared of releases add up to the total."""
+        return self.gaussian and not self.sampled
+
+    @property
+    def sampled(self) -> bool:
+        """Whether some release is about a sample."""
         return any(key[0] for key in self.parts)
+
+    def is_part_of(self, other: Spent) -> bool:
+        """Whether the other total holds each of these releases as often, or more often."""
+        return all(times <= other.parts.get(key, 0) for key, times in self.parts.items())
+
+    def _plain(self, delta: float) -> float:
+        """Epsilon as if nothing were sampled: Gaussian DP, or concentrated DP where some noise is not Gaussian."""
+        if self.gaussian:
+            return gaussian.epsilon(math.sqrt(self.square), delta)
+        return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
 
     def _under(self, adjacency: str, delta: float) -> float:
         """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
@@ -821,7 +875,79 @@ class Spent:
             sampler, _, its_adjacency = sampler_and_adjacency.partition(" ")
             sampled = (rate, Sampler(sampler)) if sampler and its_adjacency == adjacency else (1.0, Sampler.FULL)
             releases.append(events.Release("", moved, std, times, *sampled, mechanism=mechanism))
-        return events.epsilon(releases, delta, Adjacency(adjacency or Adjacency.REPLACE_ONE))
+        # Each run reserves a share of its own delta for Poisson minibatches that overflow their slots. All runs
+        # together may need more than that share of this delta.
+        drawn = sum(times for (name, *_), times in self.parts.items() if name.startswith(Sampler.POISSON))
+        left = delta - drawn * MOST_OVERFLOW
+        return events.epsilon(releases, left, Adjacency(adjacency or Adjacency.REPLACE_ONE)) if left > 0 else math.inf
+
+
+class SpentByRuns(Spent):
+    """The same, and the cost of each run by itself.
+
+    If the numbers of a later run (rate, noise, number of releases) were chosen after looking at earlier results, the
+    composition of samples by privacy loss distributions is not proved. `adaptive_epsilon` is: docs/proofs.md, "The
+    ledger".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs: dict[str, Spent] = {}  # in the order in which they were first charged
+
+    def copy(self) -> Self:
+        other = super().copy()
+        other.runs = {plan: run.copy() for plan, run in self.runs.items()}
+        return other
+
+    def add(self, entry: Charge) -> None:
+        super().add(entry)
+        if entry.sensitivity > 0:  # what costs nothing is no run
+            self.runs.setdefault(entry.plan, Spent()).add(entry)
+
+    @property
+    def covers_choice(self) -> bool:
+        """Whether `epsilon` also holds if the numbers of later runs were chosen after looking at earlier results.
+
+        It does if nothing is sampled, if only the first run is about samples, or if all runs are equal (the last one
+        may not have ended).
+        """
+        first, *later = self.runs.values() or [Spent()]
+        equal = all(run.parts == first.parts for run in later[:-1]) and all(run.is_part_of(first) for run in later[-1:])
+        return equal or not any(run.sampled for run in later)
+
+    def adaptive_epsilon(self, delta: float) -> float:
+        """An epsilon that holds however the numbers of later runs were chosen.
+
+        It is the smallest of four, each with a quarter of delta:
+
+        - everything as if nothing were sampled;
+        - `epsilon`, if only the first run is about samples;
+        - as many copies of the first run as there are runs, if each run is a part of the first;
+        - the sum over runs of their epsilons, run j with a part 1 / (j (j + 1)) of this delta.
+        """
+        part = delta / 4
+        first, *later = self.runs.values() or [Spent()]
+        bounds = [self._plain(part)]
+        if not any(run.sampled for run in later):
+            bounds.append(super().epsilon(part))
+        if all(run.is_part_of(first) for run in later):
+            bounds.append(first.repeated(len(self.runs)).epsilon(part))
+        bounds.append(sum(run.epsilon(part / (j * (j + 1))) for j, run in enumerate(self.runs.values(), 1)))
+        return min(bounds)
+
+
+class AdaptivelySpent(SpentByRuns):
+    """The cost in a ledger that allows for any choice of later runs (`Ledger.allow_any_choice`)."""
+
+    def epsilon(self, delta: float) -> float:
+        return self.adaptive_epsilon(delta)
+
+    def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
+        return self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
+
+    @property
+    def _closed_form(self) -> bool:
+        return False
 
 
 def _chained(row: LedgerRow) -> str:

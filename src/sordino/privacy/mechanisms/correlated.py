@@ -10,6 +10,10 @@ from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.random import Address, Source
 
+# By how much rounding of the factors may stretch the sensitivity of a stream. Clips are enforced with a margin
+# (`core.SAFETY`), of which sums use all but 8e-6 (docs/proofs.md).
+MOST_STRETCH = 1e-6
+
 
 class CorrelatedGaussian(Mechanism):
     """Release t carries `decoder[t] @ z`; the stream is accounted for as one release of `encoder @ x + z`."""
@@ -34,21 +38,22 @@ class CorrelatedGaussian(Mechanism):
         factors = self.factors
         if min(factors.encoder.shape[1], len(factors.decoder)) < rounds:
             raise SordinoError(f"rounds: the noise was factorised for {len(factors.decoder)} rounds, not {rounds}.")
-        encoder, decoder = factors.encoder[:, :rounds], factors.decoder[:rounds]
-        if not np.allclose(decoder @ encoder, np.eye(rounds), atol=1e-8):
+        encoder, decoder = _causal(factors.encoder[:, :rounds], factors.decoder[:rounds])
+        if _stretch(encoder, decoder) > MOST_STRETCH:
             raise SordinoError(
                 "noise: decoder @ encoder must be the identity, or the stream costs more than is counted."
             )
-        uses, holds = ((np.abs(factor) > 1e-9).astype(float) for factor in (decoder, encoder))
-        if np.triu(uses @ holds, 1).any():
-            raise SordinoError("noise: a release uses noise of rounds that come after it; make the factors causal.")
-        return factors
+        same = all(map(np.array_equal, (encoder, decoder), (factors.encoder, factors.decoder)))
+        return factors if same else Correlated(encoder, decoder)
 
     def mixing(self, rounds: int) -> np.ndarray:
         return self.factors.decoder[:rounds]
 
     def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
         return self.factors.released_sensitivity(rounds) if own else self.factors.sensitivity(rounds)
+
+    def separate_factor(self, rounds: np.ndarray) -> float | None:
+        return self.factors.largest_column(rounds)
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         row = self.factors.decoder[at.round - first]
@@ -70,3 +75,39 @@ class StreamedGaussian(Mechanism):
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         raise SordinoError("noise: the factors of a stream follow from its rounds; take the plan's stages.")
+
+
+def _causal(encoder: np.ndarray, decoder: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The factors, with zeros where an inverse has left rounding errors: release t must not use later rounds.
+
+    Raises:
+      SordinoError: a release uses noise of rounds that come after it.
+    """
+    columns = np.arange(encoder.shape[1])
+    last = np.where(_visible(encoder), columns, -1).max(1)  # the last round of each row
+    early = last > columns[:, None]  # release t cannot know these rows yet
+    if (early & _visible(decoder)).any():
+        raise SordinoError("noise: a release uses noise of rounds that come after it; make the factors causal.")
+    return np.where(columns <= last[:, None], encoder, 0.0), np.where(early, 0.0, decoder)
+
+
+def _visible(factor: np.ndarray) -> np.ndarray:
+    """Which entries are more than rounding errors of their row."""
+    return np.asarray(np.abs(factor) > 1e-12 * np.abs(factor).max(1, keepdims=True))
+
+
+def _stretch(encoder: np.ndarray, decoder: np.ndarray) -> float:
+    """By how much the sensitivity of a stream may exceed that of `encoder @ x`, relatively, for any set of rounds.
+
+    With R = I - decoder @ encoder, the stream is exactly that of the encoder C (I - R)^-1 = C + C R + ... . The norm of
+    column t of |C| |R| is at most the sum over s of |R_st| times the norm of column s of C. A sum of T columns has at
+    least 1 / sqrt(T) of the sum of their norms, because |C| has no negative entry (docs/proofs.md, "Streams").
+    """
+    rounds = encoder.shape[1]
+    lengths = np.linalg.norm(encoder, axis=0)
+    if not lengths.all():
+        return np.inf
+    computed = lengths @ np.abs(np.eye(rounds) - decoder @ encoder)
+    rounding = len(encoder) * 2.0**-53 * (lengths @ np.abs(decoder) @ np.abs(encoder))
+    share = float(((computed + rounding) / lengths).max()) * np.sqrt(rounds)
+    return share / (1 - share) if share < 1 else np.inf

@@ -67,6 +67,11 @@ class Mechanism:
         """
         return 1.0
 
+    def separate_factor(self, rounds: np.ndarray) -> float | None:
+        """Where the law spans rounds: the factor on the sensitivity of each round, if every one of these rounds is a
+        release by itself; None if they are not."""
+        return 1.0
+
     def mixing(self, rounds: int) -> np.ndarray | None:
         """The matrix D if the releases of a stage carry noise `std * D @ z` with independent z; None for identity."""
         return None

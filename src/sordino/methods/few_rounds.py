@@ -1,0 +1,105 @@
+"""The stages of `auto` in a run of few rounds: A and a gradient are released together, in the first round.
+
+At record level these are two noised queries (three with the life table of a survival model), each with its part of the
+budget. At client level a client sends one vector: its gradient in units of `clip` and its A in units of its bound, each
+times the root of its part, and clipped as a whole to norm 1.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from sordino.core import Ask, Broadcast, Kind, Local, Query, Stage, Tree, Unit
+from sordino.errors import SordinoError
+from sordino.lazy import Tensor, torch
+from sordino.methods.fedgd import gradient
+from sordino.rules import kalman
+from sordino.rules.first_round import (
+    EMPTY_ANSWERS,
+    EMPTY_SURVIVAL_ANSWERS,
+    FirstAnswers,
+    SurvivalAnswers,
+    first_step,
+    first_survival_step,
+)
+from sordino.rules.life_table import first_hazard
+
+COVARIANCE_SHARE = 0.1  # of mu squared, for A
+
+
+class Steps(NamedTuple):
+    """Options of Kalman's steps; `few_round_stages` says what they are."""
+
+    clip: float
+    most: float
+    prior: float
+    doubt: float
+
+
+def few_round_stages(
+    unit: Unit, rounds: int, intervals: int, *, clip: float, most: float, prior: float, doubt: float
+) -> tuple[Stage, ...]:
+    """One round of A and a gradient, then rounds of gradients.
+
+    Args:
+        unit: Whose data are protected, one record or one whole client.
+        rounds: Of all stages.
+        intervals: Of survival, the number of public intervals; else 0.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
+        most: Bound on |u|^2.
+        prior: Standard deviation of a logit before training.
+        doubt: Doubt about the curvature.
+
+    Returns:
+        One stage, or two.
+
+    Raises:
+        SordinoError: Survival is asked for at client level.
+    """
+    spent = COVARIANCE_SHARE * (2 if intervals else 1)
+    own, steps = (1 - spent) / rounds, Steps(clip, most, prior, doubt)
+    later: tuple[Query, ...]
+    if unit is Unit.CLIENT:
+        if intervals:
+            raise SordinoError("few_rounds: a survival model at client level needs six rounds or more.")
+        stage = _client_stage(own, rounds, steps)
+        later = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
+    else:
+        stage = _record_stage(own, rounds, intervals, steps)
+        later = (Query(Kind.GRADIENT, clip),)
+    if rounds == 1:
+        return (stage,)
+    return stage, Stage(Local(gradient), kalman(part=None, **steps._asdict()), later)
+
+
+def _record_stage(own: float, rounds: int, intervals: int, steps: Steps) -> Stage:
+    """own: the first gradient's part of mu squared."""
+
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> FirstAnswers:
+        return FirstAnswers(ask.gradient(broadcast.theta), ask.gram())
+
+    def compute_survival(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> SurvivalAnswers:
+        return SurvivalAnswers(ask.tally(broadcast.theta), ask.gradient(broadcast.theta), ask.gram())
+
+    gram = Query(Kind.GRAM, steps.most, share=COVARIANCE_SHARE, psd=True)
+    queries = Query(Kind.GRADIENT, steps.clip, share=own), gram
+    if not intervals:
+        rule = first_step(part=1 / rounds, **steps._asdict())
+        return Stage(Local(compute, message=EMPTY_ANSWERS), rule, queries, rounds=1)
+    table = Query(Kind.TALLY, 1.0, share=COVARIANCE_SHARE, psd=True)
+    rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), **steps._asdict())
+    return Stage(Local(compute_survival, message=EMPTY_SURVIVAL_ANSWERS), rule, (table, *queries), rounds=1)
+
+
+def _client_stage(own: float, rounds: int, steps: Steps) -> Stage:
+    """own: the first gradient's part of mu squared; the message's is that and the part of A."""
+    part = own / (own + COVARIANCE_SHARE)
+    units = steps.clip / math.sqrt(part), steps.most / math.sqrt(1 - part)
+
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
+        return torch.cat([ask.gradient(broadcast.theta) / units[0], ask.gram().flatten(-2) / units[1]], -1)
+
+    rule = first_step(part=1 / rounds, units=units, **steps._asdict())
+    asked = Query(Kind.GRADIENT, noise=None), Query(Kind.GRAM, noise=None)
+    return Stage(Local(compute), rule, (*asked, Query(Kind.DELTA, 1.0, share=own + COVARIANCE_SHARE)), rounds=1)
