@@ -639,7 +639,7 @@ def test_who_comes_less_often_pays_less_of_a_stream():
     level = calibration.query_noises(found)[0]
     for group in spending.groups(found):
         for i in group.clients:
-            mine = noise.sensitivity(np.flatnonzero(taken[:, i]))
+            mine = noise.released_sensitivity(np.flatnonzero(taken[:, i]))
             assert group.mu == pytest.approx(mine * level.sensitivity[i] / level.std[i])
     assert len({group.mu for group in spending.groups(found)}) > 1
     assert spending.mu(found) == pytest.approx(gaussian.mu(1.0, 1e-5))

@@ -235,13 +235,20 @@ def test_minibatches_within_a_message_that_is_noised_hide_nothing(name, options,
         assert spending.groups(drawn) == spending.groups(whole)
 
 
+def test_a_stream_of_independent_noise_is_paid_for_as_fresh_noise():
+    streams = plan("dp-ftrl", "poisson:4", options={"mechanism": "independent"})
+    fresh = plan("dp-fedgd", "poisson:4")
+    assert calibration.query_noises(streams)[0].std == pytest.approx(calibration.query_noises(fresh)[0].std)
+    assert spending.epsilon(streams) == pytest.approx(spending.epsilon(fresh))
+
+
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        (dict(name="dp-fednew", batch="poisson:4"), "bound or noise"),
-        (dict(name="dp-fednew-fc", batch="poisson:4"), "bound or noise"),
-        (dict(name="dp-ftrl", batch="poisson:4"), "bound or noise"),
-        (dict(name="dp-ftrl", batch="poisson:4", options={"mechanism": "independent"}), "bound or noise"),
+        (dict(name="dp-fednew", batch="poisson:4"), "the bound of"),
+        (dict(name="dp-fednew-fc", batch="poisson:4"), "the bound of"),
+        (dict(name="dp-ftrl", batch="poisson:4"), "separate part of the stream"),
+        (dict(name="dp-ftrl", batch="fixed:4", options={"mechanism": "independent"}), "separate part of the stream"),
     ],
 )
 def test_what_has_no_bound_is_refused_and_never_amplified(keys, word):

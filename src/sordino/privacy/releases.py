@@ -91,10 +91,10 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
     keys = [column.tobytes() for column in np.packbits(table, axis=0).T]
     for key, column in zip(keys, table.T, strict=True):
         if key not in factors:
-            rounds = np.flatnonzero(column)
-            factor = mechanism.separate_factor(rounds) if drawn else None
+            attended = np.flatnonzero(column)
+            factor = mechanism.separate_factor(attended) if drawn else None
             own = not plan.only_sums_visible
-            factors[key] = mechanism.sensitivity_factor(rounds, own) if factor is None else factor
+            factors[key] = mechanism.sensitivity_factor(attended, own) if factor is None else factor
     return table.sum(0) if drawn else table.any(0).astype(int), np.array([factors[key] for key in keys])
 
 
