@@ -99,7 +99,7 @@ def act(arguments: argparse.Namespace) -> int:
             total = shared.summary()
             limit = "" if total["limit"] is None else f" of {total['limit']:g}"
             text = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g} over {total['runs']} uses of this file"
-            lines.append(("ledger", f"{text} ({shared.path.name})"))
+            lines.append(("ledger", f"{text}{total['caveat']} ({shared.path.name})"))
         may = "public/ may be published, private/ may not" if cert["certified"] else "nothing here may be published"
         facts([*lines, ("files", f"{out}: {may} (README.txt)")])
         if why := noised_metrics.doubt(found):

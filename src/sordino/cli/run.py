@@ -299,7 +299,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         limit = "" if total["limit"] is None else f" of {total['limit']:g}"
         runs = f"{total['runs']} run{'s' if total['runs'] > 1 else ''}"
         spent = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g}"
-        rows.append(("ledger", f"{spent} over {runs} on these data ({shared.path.name})"))
+        rows.append(("ledger", f"{spent} over {runs} on these data{total['caveat']} ({shared.path.name})"))
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)

@@ -81,12 +81,17 @@ class SharedLedger(NamedTuple):
                 raise self._refusal(ledger, error, limit) from None
 
     def summary(self) -> dict[str, Any]:
-        """What the data spent over all runs: epsilon, delta, the number of runs, and the limit (None without one)."""
+        """What the data spent over all runs: epsilon, delta, the number of runs, and the limit (None without one).
+
+        `caveat` is what epsilon assumes of how later runs were chosen; empty if nothing.
+        """
         with self._open() as ledger:
             limits = ledger.limits()
             epsilon, delta = min(limits, default=(None, 1e-5))
             runs = len({row.plan for row in ledger.rows() if row.who == self.who})
-            return {"epsilon": ledger.spent_epsilon(self.who, delta), "delta": delta, "runs": runs, "limit": epsilon}
+            spent = ledger.spent_epsilon(self.who, delta)
+            caveat = ledger.caveat(self.who)
+            return {"epsilon": spent, "delta": delta, "runs": runs, "limit": epsilon, "caveat": caveat}
 
     def _open(self) -> Ledger:
         return Ledger(self.path, adjacency=self.adjacency)

@@ -684,6 +684,7 @@ def test_any_choice_makes_limits_hold_for_later_runs_however_they_are_chosen(tmp
             opened.charge([run])
         before, most = opened.spent_epsilon("ann", 1e-5), opened.adaptive_epsilon("ann", 1e-5)
         assert not opened.covers_choice("ann")
+        assert "fixed before the first result" in opened.caveat("ann")
         assert before < most
         assert main(["ledger", "show", str(path)]) == 0
         shown = " ".join(capsys.readouterr().out.split())
@@ -694,6 +695,7 @@ def test_any_choice_makes_limits_hold_for_later_runs_however_they_are_chosen(tmp
         assert f"{most:.4g}" in capsys.readouterr().out
         for each in (opened, beside):  # another process that has the file open follows
             assert each.covers_choice("ann")
+            assert each.caveat("ann") == ""
             assert each.spent_epsilon("ann", 1e-5) == most == each.adaptive_epsilon("ann", 1e-5)
             assert 0 <= each.left("ann") < roomy
     with Ledger(path, epsilon=(before + most) / 2, delta=1e-5) as opened:

@@ -270,7 +270,7 @@ def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
         yield Check(False, "ledger.db", "its charges belong to no account of this site; is it another site's ledger?")
     spent = ledger.spent_epsilon(_account(ledger), config.delta)
     most = min([config.epsilon, *(epsilon for epsilon, _ in ledger.limits())])
-    yield Check(spent < most, "budget", f"ε = {spent:.4g} of {most:g} spent")
+    yield Check(spent < most, "budget", f"ε = {spent:.4g} of {most:g} spent{ledger.caveat(_account(ledger))}")
     for old, new in pairwise(accounts):
         before = ledger.spent_epsilon(old.who, config.delta)
         says = f"since {new.time[:16]} runs are paid from another account: {new.why}. Records that were there before"

@@ -47,6 +47,7 @@ from sordino.privacy.accounting.subsampled import Sampler
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
+FIXED_BEFOREHAND = ", if the rates, noise and rounds of all runs were fixed before the first result was seen"
 MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
 SAMPLERS = (
     "poisson add-remove",
@@ -467,6 +468,10 @@ class Ledger:
         """Whether `spent_epsilon` also holds if later runs were chosen after looking at earlier results."""
         self._catch_up()
         return self.allows_any_choice() or self._spent_by(who).covers_choice
+
+    def caveat(self, who: str) -> str:
+        """What follows `spent_epsilon` in a sentence where it does not hold for any choice; otherwise empty."""
+        return "" if self.covers_choice(who) else FIXED_BEFOREHAND
 
     def allow_any_choice(self) -> None:
         """From now on, count runs such that limits hold however the numbers of later runs were chosen.
