@@ -106,6 +106,8 @@ def figures() -> dict[str, str]:
             values[f"{trust} best {epsilon:g} {t}"] = f"{best:.1f}"
     for (label, epsilon, t), score in scores("table3/untrusted-server.json").items():
         values[f"cifar {label} {epsilon:g} {t}"] = f"{score:.1f}"
+    for row in load("accounts.json")["rows"]:
+        values[f"accounts {row['q']} {row['by']}"] = f"{row['noise']:.2f}"
     values["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"
     return values
 
