@@ -27,7 +27,7 @@ NAMES = ("method", "unit", "adjacency", "trust", "batch")
 NUMBERS = ("certified", "lower_thresholds", "lower_gaussian", "lower_account", "reach", "least_claim", "runs")
 COLUMNS = (*NAMES, *NUMBERS, "seconds")
 GOAL = 0.8  # of the certified epsilon
-RUNS_OF_SUMS = 10_000  # per data set, of methods under secure aggregation: the same attack on other noise
+FEWER_RUNS = {2: {"runs": 5_000}}  # per data set, of calibration, which takes long
 
 
 def jobs() -> list[Any]:
@@ -67,15 +67,14 @@ def write(rows: list[list[Any]], one_run: list[list[float]] | None = None) -> No
 
 
 def _late(job: Any) -> int:
-    """Sums come after other rows, and lemmas last, because they take longest."""
+    """Rows that take long come last: sums, calibration, lemmas."""
     from sordino.checks.audit import attacks
+    from sordino.cli.audit import CALIBRATE
 
     name, trust = key(job)[0], key(job)[3]
-    return (
-        2
-        if "fednew" in name and "newton" not in name
-        else int(trust != "untrusted-server" and job.func is attacks.audit)
-    )
+    if name in (CALIBRATE, "dp-fednew", "dp-fednew-fc"):
+        return 2 if name == CALIBRATE else 3
+    return int(trust != "untrusted-server" and job.func is attacks.audit)
 
 
 def measure(seconds: float, again: bool) -> int:
@@ -87,7 +86,7 @@ def measure(seconds: float, again: bool) -> int:
         if time.perf_counter() - began > seconds:
             break
         start = time.process_time()
-        found = job(runs=RUNS_OF_SUMS) if _late(job) == 1 else job()
+        found = job(**FEWER_RUNS.get(_late(job), {}))
         values = [getattr(found, name) for name in NUMBERS]
         rounded = [round(value, 4) if isinstance(value, float) else value for value in values]
         known[key(job)] = [*key(job), *rounded, round(time.process_time() - start, 1)]
