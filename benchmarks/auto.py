@@ -468,13 +468,14 @@ def setting_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]
     lines = heading("Other settings", [f"ε = {e:g}" for e in SETTING_EPSILONS], text)
     for setting, trust in itertools.product((s for s in SETTINGS if s not in FILES), TRUSTS):
         for row in (PLAIN, *(RARE_RIVALS if setting == RARE else ())):
-            found = (figures.get((setting, row, trust, e)) for e in SETTING_EPSILONS)
-            lines.append(line(f"{setting}, {trust}" + (f": {row}, tuned" if row != PLAIN else ""), found))
+            found = [figures.get((setting, row, trust, e)) for e in SETTING_EPSILONS]
+            label = f"{setting}, {trust}" + (f": {row}, tuned" if row != PLAIN else "")
+            lines += [line(label, found)] if any(found) else []
     text = "Logistic regression is scikit-learn's optimum with C = 1 on the same records."
     lines += heading("Without noise", [PLAIN, REGRESSION], text)
     for name in (name for name, (data, _) in SETTINGS.items() if name == data):
-        own = figures.get((name, PLAIN, TRUSTS[1], math.inf))
-        lines.append(line(name, (own, figures.get((name, REGRESSION, "", math.inf)))))
+        own, other = figures.get((name, PLAIN, TRUSTS[1], math.inf)), figures.get((name, REGRESSION, "", math.inf))
+        lines += [line(name, (own, other))] if own and other else []
     return lines
 
 
