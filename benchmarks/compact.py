@@ -74,7 +74,7 @@ def subsampled(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def shrunk(path: Path, document: Any) -> Any:
-    if path.stem.startswith("audit"):
+    if path.stem.startswith("audit") and isinstance(document, list):
         return [{key: row[key] for key in AUDIT} for row in document]
     if isinstance(document, list):
         return document

@@ -320,7 +320,8 @@ class Correlated(Noise):
         """
         rounds = np.asarray(rounds)
         bound = self.sensitivity(rounds)
-        if not len(rounds):
+        whole = len(rounds) == len(self.decoder) == len(self.encoder) and bool((self.encoder >= 0).all())
+        if not len(rounds) or whole:  # of the whole stream, S^-1 = encoder^T encoder, which has no negative entries
             return bound
         rows = self.decoder[rounds]
         covariance = rows @ rows.T

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
-WRITTEN_BY_COMMANDS = ("demo_certificate.json", "checks.json", "checks_cuda.json", "audit.json", "audit_halved.json")
+WRITTEN_BY_COMMANDS = ("demo_certificate.json", "checks.json", "checks_cuda.json", "audit_halved.json")
 
 
 @pytest.fixture(scope="module")

@@ -164,6 +164,21 @@ def test_a_small_client_that_is_not_sampled_does_not_drown_the_sum():
     assert spending.epsilon(found) > 2.9
 
 
+def test_sums_of_many_unlike_clients_take_few_curves(monkeypatch):
+    """Only accounts that no other exceeds are searched, and only until one factor serves them all: work, not time."""
+    curves, curve = [], subsampled._curve
+    monkeypatch.setattr(subsampled, "_curve", lambda *args, **keys: curves.append(1) or curve(*args, **keys))
+    sizes = tuple(range(20, 620, 10))
+    found = plan(batch="fixed:4", who="fixed:20", sizes=sizes, rounds=30, epsilon=2.9375, **SA)
+    stds = calibration.client_std(found, 0, 0)
+    assert len(curves) < 200  # before: about 20 for each of 60 clients
+    promised = claims(found)
+    assert 0.99 * 2.9375 < max(promised.values()) <= 2.9375
+    less = replace(found, noise=0.98 * calibration.summed_noise(found)[0])
+    assert max(claims(less).values()) > 2.9375, "2 % less noise would do"
+    assert len(set((calibration.query_noises(found)[0].weight * stds).round(12))) == 1
+
+
 def test_a_fixed_noise_is_accounted_for_alike():
     """Equal clients, or sums: elsewhere a fixed noise is divided as if nothing were sampled, and epsilons differ."""
     equal = {**PLANS["poisson, add-remove"], "sizes": (40, 40)}

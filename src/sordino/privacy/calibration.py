@@ -15,6 +15,7 @@ public divisor of its answers), so a record of client i moves the observed quant
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -34,6 +35,8 @@ from sordino.privacy.releases import (
     releases,
     sampled_terms,
 )
+
+ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
 
 @memoised
@@ -236,13 +239,45 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         return np.full(plan.clients, largest if plan.only_sums_visible and 0 < largest < 1 - 1e-9 else 1.0)
     columns = [column for query in by_query for column in query]
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
+    margin = 1.0
+    if plan.only_sums_visible:
+        all_accounts, accounts = accounts, _largest(accounts)
+        which = np.zeros(plan.clients, dtype=int)
+        margin = 1 + ACCOUNT_MARGIN * (len(accounts) < len(all_accounts))
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
+        delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
+        most = 0.0
         for n, (sampled, rest) in enumerate(parts):
-            factors[n] = subsampled.scale(sampled, accounts[n, -1], plan.privacy.delta, plan.privacy.adjacency, rest)
-    per_client = np.minimum(factors, 1.0)[which.reshape(-1)]
-    return np.full(plan.clients, per_client.max()) if plan.only_sums_visible else per_client
+            epsilon = float(accounts[n, -1])
+            factors[n] = most
+            # Where only sums are visible, the largest factor counts: an account that it suffices for needs no search.
+            if not most or subsampled.epsilon(_with_noise(sampled, most), delta, adjacency, rest / most) > epsilon:
+                factors[n] = subsampled.scale(sampled, epsilon, delta, adjacency, rest)
+            most = max(most, float(factors[n])) if plan.only_sums_visible else 0.0
+    if plan.only_sums_visible:
+        factors = np.full(1, factors.max() * margin)
+    return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
+
+
+def _with_noise(sampled: Iterable[subsampled.SampledGaussian], factor: float) -> list[subsampled.SampledGaussian]:
+    return [release._replace(mu=release.mu / factor) for release in sampled]
+
+
+def _largest(accounts: np.ndarray) -> np.ndarray:
+    """The accounts without those that another one exceeds in every number; those need no more noise.
+
+    Epsilon grows with the ratio of sensitivity to noise, the number of releases and the rate of every query.
+    """
+    sensitivity, std, times, rate = (accounts[:, k:-1:4] for k in range(4))
+    made = times > 0
+    sizes = np.hstack([made * sensitivity / std, times, made * rate, 1 / accounts[:, -1:]])
+    kept: list[int] = []
+    for n in np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1)):
+        if not (sizes[kept] >= sizes[n]).all(1).any():
+            kept.append(int(n))
+    return np.asarray(accounts[kept])
 
 
 def _shares(declared: list[float | None], counts: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ Two attackers guess which data set a run had. Both know the method, the settings
   a run without noise, with or without whitening, or takes the canary's own loss; a part of the runs chooses.
 - *every model*: sees the models of all rounds, and the server's state, which follows from them for most methods. From
   the models of a round it computes the next ones of both data sets without noise, and scores by
-  sum over rounds of <model - middle of both, difference of both> / variance.
+  sum over rounds of <model - middle of both, difference of both> / variance, or as the first attacker does.
 
 The results are statements about these two attacks on this canary. Other attacks may be stronger: only the certificate
 bounds all of them. The certificate covers more than models (against an untrusted server, every client's messages), and
@@ -327,12 +327,11 @@ def _attackers(
         name: [(part @ direction).numpy() for part in models]
         for name, direction in _directions(run, canary, [pilot.finals for pilot in pilots]).items()
     }
-    name = max(candidates, key=lambda name: _auc(*(scored[: runs // 4] for scored in candidates[name])))
-    every = [torch.cat(parts).numpy() for parts in scores]
-    for sees, scored_by, (zero, one) in (
-        (FINAL, name, candidates[name]),
-        (EVERY, "steps of all rounds", every),
-    ):
+    finals_only = dict(candidates)
+    candidates["steps of all rounds"] = [torch.cat(parts).numpy() for parts in scores]
+    for sees, seen_by in ((FINAL, finals_only), (EVERY, candidates)):
+        scored_by = max(seen_by, key=lambda name: _auc(*(scored[: runs // 4] for scored in candidates[name])))
+        zero, one = seen_by[scored_by]
         plain = statistics.by_thresholds(zero, one, delta=run.plan.privacy.delta, confidence=confidence)
         sharp = statistics.by_gaussian(zero, one, delta=run.plan.privacy.delta, confidence=confidence)
         yield Attacker(

@@ -66,9 +66,9 @@ from sordino.privacy.mechanisms.random import source as noise_from
 from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
-RUNS = 50_000  # per data set
-SAMPLED_RUNS = 20_000  # the same with minibatches, which are drawn run by run
-LEMMA_RUNS = 30_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
+RUNS = 30_000  # per data set
+SAMPLED_RUNS = 10_000  # the same with minibatches, which are drawn run by run
+LEMMA_RUNS = 20_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
 FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
 LEMMA_ROUNDS = 2  # the same where a lemma bounds a message
