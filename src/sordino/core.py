@@ -620,6 +620,7 @@ class Method(NamedTuple):
         caveat: Why the other pairs are not proved.
         assumes: What the promise rests on beside the noise; the certificate states it.
         registered: The stages and pairs as `methods.build` made them; None for a method written by hand.
+        fewer: How to build it for fewer rounds than its stages need, where that is possible.
 
     Example:
         >>> from sordino.methods import build
@@ -635,6 +636,7 @@ class Method(NamedTuple):
     caveat: str = ""  # why the other pairs are not proved
     assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
     registered: tuple[tuple[Stage, ...], frozenset[tuple[Unit, Trust]]] | None = None
+    fewer: str = ""  # how to build it for fewer rounds, for the message that refuses them
 
     @property
     def by_hand(self) -> bool:

@@ -415,3 +415,16 @@ def test_runs_side_by_side_draw_their_own_minibatches(records):
     *_, many = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)
     *_, one = simulate.run(plan, MODEL, records, Seeded(1))
     torch.testing.assert_close(many.model[1], one.model)
+
+
+@pytest.mark.parametrize("name", ["auto", "dp-fedfc"])
+@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+def test_matrices_of_many_clients_are_computed_in_small_batches(name, trust, records, monkeypatch):
+    """The same draws and sums, whatever fits into memory; one or two of five clients at a time."""
+    plan = plan_for(build(name), records, trust)
+    theta = torch.zeros(2, MODEL.size, dtype=torch.float64)
+    *_, whole = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)
+    for most in (1, 2 * 2 * 3**2):
+        monkeypatch.setattr(simulate, "MATRIX_BATCH_NUMBERS", most)
+        *_, few = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)
+        torch.testing.assert_close(few.model, whole.model, rtol=1e-9, atol=1e-12)

@@ -277,3 +277,16 @@ def test_the_clients_own_covariance_never_leaves():
     for group in spending.groups(plan):
         assert [(release.query, release.times) for release in group.releases] == [("0.2 delta", 6)]
     assert [query.kind for query in plan.stages[0].queries if query.noise is None] == [Kind.GRADIENT, Kind.GRAM]
+
+
+def test_two_rounds_are_a_regression_from_noised_statistics():
+    """On indicators of the classes, with the ridge gamma: the recipe of one round, up to a factor."""
+    records = federation()
+    plan = plan_for("dp-fedfc", records, 2, epsilon=math.inf, clip=1e6, covariance_clip=1e6, gamma=0.5, lr=1.0)
+    u = torch.cat([records.x, torch.ones_like(records.x[:, :1])], 1)
+    labels = torch.nn.functional.one_hot(records.y, 3).double() - 1 / 3
+    A = u.T @ u / len(u)
+    wanted = torch.linalg.solve(A + 0.5 * torch.eye(4).double(), u.T @ labels / len(u))
+    found = run(plan, records)[-1].model.view(4, 3)
+    torch.testing.assert_close(found, wanted)
+    assert not torch.allclose(found, torch.linalg.solve(A + torch.eye(4).double(), u.T @ labels / len(u)))  # the mutant

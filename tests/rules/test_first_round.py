@@ -134,6 +134,10 @@ def test_several_answers_of_one_round_are_added_up_as_integers(model):
 
 
 def test_what_cannot_run_is_refused():
+    with pytest.raises(
+        SordinoError, match=r"auto needs more than 4 rounds. For fewer: build\('auto', few_rounds=ROUNDS"
+    ):
+        assert plan_for("auto", SIZES, 3).stage_rounds
     with pytest.raises(SordinoError, match="few_rounds: 11"):
         build("auto", few_rounds=11)
     with pytest.raises(SordinoError, match="few_rounds: a survival model at client level"):

@@ -57,7 +57,7 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
         ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "these rows have 5"),
         ({"model": "cnn", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for transformers"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
-        ({"method": "dp-ftrl", "batch": "poisson:8"}, "use batch = full"),
+        ({"method": "dp-ftrl", "batch": "poisson:8"}, "or batch = full"),
     ],
 )
 def test_what_does_not_fit_is_refused(values, words):

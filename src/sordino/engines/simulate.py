@@ -74,6 +74,7 @@ from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, 
 from sordino.privacy.plan import Plan, continues_stream
 from sordino.tree import rebuild, tree_map
 
+MATRIX_BATCH_NUMBERS = 2**24  # numbers of the matrices that a batch of clients sends, which bounds memory
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
 
 
@@ -278,7 +279,19 @@ class BatchedClients:
             batches = self._batches(round_plan.cohort)
             drawn = [[(clients, None)] if self._samples(clients) else self._held(clients) for clients in batches]
             return [bucket for each in drawn for bucket in each]
-        return self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
+        held = self._whole if len(round_plan.cohort) == self.plan.clients else self._held(round_plan.cohort)
+        return [part for bucket in held for part in self._parts(round_plan.stage, *bucket)]
+
+    def _parts(self, stage: Stage, clients: np.ndarray, shard: Any) -> Iterator[tuple[np.ndarray, Any]]:
+        """A bucket in batches of so few clients that their matrices fit into memory."""
+        kinds = {query.kind for query in stage.queries if query.kind in MATRICES}
+        rows = shard.x.shape[-1] + 1 if kinds == {Kind.GRAM} else self.model.size
+        most = max(1, MATRIX_BATCH_NUMBERS // (len(self.sources) * rows**2)) if kinds else len(clients)
+        for first in range(0, len(clients), most):
+            few = slice(first, first + most)
+            at = (slice(None),) * self.data_axes + (few,)
+            length = None if shard.length is None else shard.length[at]
+            yield clients[few], shard._replace(x=shard.x[at], y=shard.y[at], mask=shard.mask[at], length=length)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
         """All clients in one batch; at client level one by one, because a client's size is private there."""

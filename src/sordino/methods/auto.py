@@ -127,7 +127,7 @@ def auto(
         stages: tuple[Stage, ...] = (*first, steps(early_share, EARLY_ROUNDS, part), steps(None, None, None))
     else:
         stages = (*first, steps(None, None, 1.0))
-    return Method("auto", unit, stages, proves)
+    return Method("auto", unit, stages, proves, fewer="build('auto', few_rounds=ROUNDS)")
 
 
 def least_rounds(intervals: int, early_share: float) -> int:

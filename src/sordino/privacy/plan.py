@@ -142,7 +142,12 @@ class Plan:
         fixed = sum(stage.rounds or 0 for stage in self.method.stages)
         open_ended = sum(stage.rounds is None for stage in self.method.stages)
         if open_ended > 1 or fixed + open_ended > self.rounds or (not open_ended and fixed != self.rounds):
-            raise SordinoError(f"rounds: {self.method.name} needs {'more than ' * bool(open_ended)}{fixed} rounds.")
+            fewer = (
+                f" For fewer: {self.method.fewer}." if self.method.fewer and fixed + open_ended > self.rounds else ""
+            )
+            raise SordinoError(
+                f"rounds: {self.method.name} needs {'more than ' * bool(open_ended)}{fixed} rounds.{fewer}"
+            )
         return tuple(self.rounds - fixed if stage.rounds is None else stage.rounds for stage in self.method.stages)
 
     @cached_property

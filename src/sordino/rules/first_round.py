@@ -77,6 +77,7 @@ def first_step(
         std = std_of(theta, facts, 0 if units else 1) * gram_unit
         variance = noise_variance(theta, facts, unit=gradient_unit)
         setting = setting_of(theta, facts, clip, std, variance * part)
+        setting = setting if facts.rates else setting._replace(careful=torch.ones_like(setting.careful))
         one = theta.new_ones(1)
         growth = growth_of(theta, facts)
         state = KalmanState(one, one, one, variance, *growth, 0 * one, one[:0], secant=unmeasured(theta, facts))

@@ -45,7 +45,7 @@ class Setting(NamedTuple):
     covariance_std: Tensor  # of the noise on A
     outputs: Tensor  # columns of theta
     residual: Tensor  # |p - y| at zero
-    quantities: Tensor  # 1 if labels are quantities, else 0
+    careful: Tensor  # 1 where nothing corrects a step that goes too far: of quantities, and in the first of few rounds
     numeric: Tensor  # 1 if labels are quantities or counts, else 0
     mean_noise: Tensor  # variance of the noise on the mean of all gradients
     pull: Tensor  # the ridge over |u|^2
@@ -263,9 +263,9 @@ def begun(
     """
     rows, outputs = value.shape[-1], setting.outputs
     length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
-    # Of quantities, an eigenvalue below the edge may be as large as it: step no further.
+    # An eigenvalue below the edge may be as large as it: where it must, a step goes no further.
     edge = edge_of(setting.covariance_std.to(value), rows)
-    certain = torch.where(setting.quantities > 0, value.maximum(edge), value)
+    certain = torch.where(setting.careful > 0, value.maximum(edge), value)
     h = certain / outputs * (clip / (setting.residual * length).clamp_min(clip))  # clipping lowers the curvature
     P = prior**2 / (rows * value)
     P = torch.where(setting.numeric > 0, P, raised(h, P, setting.mean_noise))  # of numbers, a larger model is wrong

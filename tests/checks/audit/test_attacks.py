@@ -168,7 +168,7 @@ def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(
 
     honest, halved = found(1.0), found(0.5)
     assert [honest.reach, honest.least_claim] == pytest.approx([1.0, 1.0], abs=1e-3)
-    assert 0.8 < honest.lower_account <= honest.certified
+    assert 1.0 < honest.lower_account <= honest.certified
     assert honest.lower_thresholds <= honest.certified
     assert honest.lower_gaussian is None, "the mechanism is not Gaussian"
     assert halved.broken

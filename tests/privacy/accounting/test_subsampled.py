@@ -280,6 +280,34 @@ def test_no_neighbours_exceed_the_account_of_a_fixed_size(n, m, mu):
 
 
 @pytest.mark.parametrize("adjacency", [ADD, REPLACE])
+def test_vectors_are_no_worse_than_numbers(adjacency):
+    """Records anywhere in a disc, by quadrature in the plane: the pair on a line dominates them in both orders."""
+    q, mu, h = 0.3, 1.2, 0.08
+    axis = np.arange(-mu - 6.5, mu + 6.5, h)
+    rng = np.random.default_rng(7)
+    angles, lengths = rng.uniform(0, 2 * math.pi, (25, 3)), mu * np.sqrt(rng.uniform(0, 1, (25, 3)))
+    lengths[::2] = mu  # on the circle
+    angles[0] = 0, math.pi, math.pi  # the worst: y and x' are opposite to x
+
+    def normal(point):
+        one, two = (np.exp(-((axis - p) ** 2) / 2) for p in point)
+        return np.outer(one, two) / (2 * math.pi)
+
+    for epsilon in (0.0, 0.2, 1.0):
+        bound = subsampled.delta([SampledGaussian(q, mu, 1, FIXED)], epsilon, adjacency)
+        reached = []
+        for angle, length in zip(angles, lengths, strict=True):
+            x, y, other = np.stack([length * np.cos(angle), length * np.sin(angle)], 1)
+            densities = [(1 - q) * normal(y) + q * normal(p) for p in (x, other if adjacency is REPLACE else (0, 0))]
+            for p, r in (densities, densities[::-1]):
+                reached.append(float(np.maximum(p - math.exp(epsilon) * r, 0).sum() * h * h))
+        assert max(reached) <= bound * 1.001
+        assert reached[0] > 0.998 * bound
+    poisson = subsampled.delta([SampledGaussian(q, mu, 1, POISSON)], 1.0, adjacency)
+    assert poisson < 0.9 * reached[0]  # mutant, at the last epsilon
+
+
+@pytest.mark.parametrize("adjacency", [ADD, REPLACE])
 def test_fixed_by_monte_carlo(adjacency):
     """The attack on minibatches whose other records are opposite to the canary: it stays within delta, and is near."""
     q, mu, times, runs, epsilon = 0.05, 0.5, 40, 200_000, 1.0
