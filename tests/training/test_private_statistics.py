@@ -266,7 +266,7 @@ def test_persons_pay_for_statistics_as_records_do(place, tmp_path, unit):
         (["--private-statistics", "0.9"], "must lie in (0, 0.5]"),
         (["--private-statistics", "much"], "private_statistics"),
         (["--private-statistics", "0.1", "--unit", "client"], "nothing is proved for unit = client"),
-        (["--private-statistics", "0.1", "--batch", "poisson:16"], "batch: the bound or noise"),
+        (["--private-statistics", "0.1", "--batch", "poisson:16"], "batch: the bound of"),
         ([], "columns.age: it has no public range"),
     ],
 )

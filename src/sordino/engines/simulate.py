@@ -287,11 +287,14 @@ class BatchedClients:
         kinds = {query.kind for query in stage.queries if query.kind in MATRICES}
         rows = shard.x.shape[-1] + 1 if kinds == {Kind.GRAM} else self.model.size
         most = max(1, MATRIX_BATCH_NUMBERS // (len(self.sources) * rows**2)) if kinds else len(clients)
+        if most >= len(clients):
+            yield clients, shard
+            return
         for first in range(0, len(clients), most):
-            few = slice(first, first + most)
-            at = (slice(None),) * self.data_axes + (few,)
-            length = None if shard.length is None else shard.length[at]
-            yield clients[few], shard._replace(x=shard.x[at], y=shard.y[at], mask=shard.mask[at], length=length)
+            few = slice(first, first + most)  # the mask may lack the runs' axis, so axes count from the end
+            x, y, mask = shard.x[..., few, :, :], shard.y[..., few, :], shard.mask[..., few, :]
+            length = None if shard.length is None else shard.length[..., few, :]
+            yield clients[few], shard._replace(x=x, y=y, mask=mask, length=length)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
         """All clients in one batch; at client level one by one, because a client's size is private there."""

@@ -25,6 +25,7 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events, subsampled
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
+from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
 from sordino.privacy.releases import (
@@ -234,6 +235,9 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     """
     by_query = [account_columns(plan, noise) for noise in noises]
     if all((query.rate == 1).all() for query in by_query):
+        laws = [plan_mechanism(plan, noise.stage, noise.number) for noise in noises]
+        if any(type(law).std is not Mechanism.std for law in laws):  # it may not be proportional to what is spent
+            return np.ones(plan.clients)
         spent = np.sqrt(sum(query.times * (query.sensitivity / query.std) ** 2 for query in by_query) / mu**2)
         largest = float(np.max(spent)) * (1 + 1e-12)
         return np.full(plan.clients, largest if plan.only_sums_visible and 0 < largest < 1 - 1e-9 else 1.0)
