@@ -166,7 +166,7 @@ def problems(name: str, run: dict[str, Any]) -> list[Any]:
     found = list(run.get("wrong", []))
     if run["unpaid"]:
         found.append(f"{run['unpaid']} unpaid")
-    if run["site_certificates"] != len(NAMES):
+    if run["site_certificates"] != SCENARIOS[name].certificates:
         found.append(f"{run['site_certificates']} certificates")
     if "came" in run and not as_expected(name, run["came"]):
         found.append(f"came {run['came']}, not {SCENARIOS[name].came}")

@@ -41,6 +41,7 @@ class Scenario(NamedTuple):
     exchange: int = -1
     trust: str = "secure-aggregation"
     method: str = "dp-fedsofim"
+    certificates: int = 6  # sites that end with one
     came: tuple[int, ...] = (6, 6, 6)  # sites in each round's sum; 0: not opened; (): as the random faults decide
 
 
@@ -82,8 +83,10 @@ SECURE = {
     "link-killed": Scenario("kill -9 of the link in a round", "kill-link", exchange=5),
     "coordinator-disk-full": Scenario("the coordinator's disk is full for a round", "full", exchange=5),
     "two-coordinators": Scenario("a second coordinator in the same folder", "second", exchange=5),
-    "partition": Scenario("a site is cut off for longer than the deadline", "cut", exchange=5, came=(6, 5, BACK)),
-    "clock-jump": Scenario("a site's clock jumps by a day", "jump"),
+    "partition": Scenario("a site is cut off for longer than the deadline", "cut", exchange=5, came=(6, BACK, BACK)),
+    "clock-jump": Scenario(
+        "a site's clock jumps by a day: it refuses what comes after", "jump", came=(6, 6, 5), certificates=5
+    ),
     "restored-backup": Scenario(
         "an old backup of a site is put in its place, then the newest files", "restore", BOTH, came=(6, 6, 5, 6)
     ),
