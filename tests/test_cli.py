@@ -10,6 +10,7 @@ import pytest
 
 from sordino import checks
 from sordino.cli import main
+from sordino.cli.show import terminable
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
 from sordino.privacy.evidence.ledger import Charge, Ledger
@@ -345,6 +346,22 @@ def test_a_run_that_is_stopped_says_how_to_continue(name, status, tmp_path):
     assert process.returncode == status
     assert f"sordino: stopped. continue with: sordino run --resume {tmp_path / 'run'}" in err
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_a_finalizer_is_not_lost(number):
+    """Python ignores exceptions there; the handler sends the signal again."""
+
+    class Finalized:
+        def __del__(self):
+            signal.raise_signal(number)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), terminable():
+            (Finalized(), time.sleep)[1](10)  # the object goes before the call begins
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_control_c_while_modules_are_imported_gets_one_line(tmp_path):

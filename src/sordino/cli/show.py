@@ -9,12 +9,16 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 from sordino.errors import SordinoError, nearest
+
+AGAIN = 0.05  # seconds until a signal that came inside a finalizer is sent again
 
 
 class Terminated(KeyboardInterrupt):
@@ -23,20 +27,33 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Meanwhile SIGTERM raises `Terminated`, so that a run that is stopped says how to continue it."""
+    """Meanwhile SIGTERM raises `Terminated`, so that a run that is stopped says how to continue it.
 
-    def stop(*_: Any) -> None:
-        raise Terminated
+    Python ignores what is raised inside a finalizer. A signal that comes there, Ctrl-C too, is sent again a moment
+    later.
+    """
 
+    def stop(number: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == "__del__":
+                threading.Timer(AGAIN, os.kill, (os.getpid(), number)).start()
+                return
+            frame = frame.f_back
+        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    heard = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a background job may ignore Ctrl-C
+        heard.append(signal.SIGINT)
     try:
-        before = signal.signal(signal.SIGTERM, stop)
+        before = [(number, signal.signal(number, stop)) for number in heard]
     except ValueError:  # not in the main thread
         yield
         return
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before:
+            signal.signal(number, handler)
 
 
 class Parser(argparse.ArgumentParser):
