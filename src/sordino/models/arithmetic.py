@@ -236,13 +236,15 @@ def product_rows(n: int, requested: int) -> int:
 def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:
     """Call add(into, rows) for chunks of at most `step` of n rows, so that float64 sums stay shallow.
 
-    `into` is the float64 total, or the sum of FLOAT64_TERMS chunks, which is then added to it: no number passes more
-    than FLOAT64_TERMS + n / (FLOAT64_TERMS * step) additions.
+    `into` is the float64 total, or the sum of FLOAT64_TERMS chunks, which is then added to it. Within a chunk a number
+    passes at most as many additions as there are rows, and no more than FLOAT64_TERMS of them and one per FLOAT64_TERMS
+    rows: blocks of FLOAT32_TERMS rows, or rows of an embedding (`per_example.token_sums`).
 
     Raises:
       SordinoError: n is so large that rounding in float64 could move a sum by more than DRIFT of the clip.
     """
-    depth = min(n, step) / FLOAT32_TERMS + FLOAT64_TERMS + n / (FLOAT64_TERMS * step)
+    rows = min(n, step)
+    depth = min(rows, FLOAT64_TERMS) + rows / FLOAT64_TERMS + FLOAT64_TERMS + n / (FLOAT64_TERMS * step)
     if 2 * depth * n * 2.0**-53 > DRIFT:
         raise SordinoError(
             f"records: {n:,} in chunks of {step}: rounding could move their sum by more than the clip allows. Divide "

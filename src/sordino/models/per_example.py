@@ -4,7 +4,9 @@ The gradient of a layer's weights is a product of its input a and of the loss's 
 Both are available in one backward pass over a batch. Autograd never computes a summed weight gradient. Instead a hook
 passes (a, g) of every layer to its *rule*, which computes one gradient per example. If the product is larger than its
 factors, only its norm is computed (`squares`), and the weighted sum over examples is one matrix product. A layer that
-is `taped` needs no hook: it asks for the `tape` of the pass and reports its uses itself.
+is `taped` needs no hook: it asks for the `tape` of the pass and reports its uses itself. Parameters that a module
+without a rule owns directly, as a class token or the embeddings of positions, are spread: each example reads a copy of
+its own, and autograd computes the gradients of the copies.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sordino.errors import SordinoError
-from sordino.models.arithmetic import FLOAT32_TERMS
+from sordino.models import outer
+from sordino.models.arithmetic import FLOAT32_TERMS, FLOAT64_TERMS
 
 # (module, input, output gradient, examples) -> (parameter's name in the module, its gradient: examples x shape). While
 # a rule runs, the module holds the parameters of the call. The trained ones are plain tensors, not `nn.Parameter`s.
@@ -43,6 +46,7 @@ class Use(NamedTuple):
     a: Tensor
     g: Tensor
     once: bool  # the parameters have no other use
+    parts: outer.Factors | None = None  # a and g as `outer` reads them
 
 
 def trained(parameter: object) -> bool:
@@ -154,8 +158,14 @@ def owners(module: nn.Module, names: Iterable[str]) -> Owned:
     return owned
 
 
-def supported(module: nn.Module) -> list[str]:
-    """The modules whose trainable parameters no rule covers; empty if all are covered."""
+def supported(module: nn.Module, *, spread: bool = False) -> list[str]:
+    """The modules whose trainable parameters no rule covers; empty if all are covered.
+
+    Args:
+      module: the module.
+      spread: parameters whose first axis has length 1 may be spread over examples. Whether the module reads them so must
+        be checked (`probe.agrees`).
+    """
     odd = []
     for name, part in module.named_modules():
         trainable = {key for key, p in part.named_parameters(recurse=False) if p.requires_grad}
@@ -164,6 +174,9 @@ def supported(module: nn.Module) -> list[str]:
             covered = trainable <= {"weight", "bias"}
         if isinstance(part, nn.Embedding):  # these options read other examples, or write to the weights
             covered = covered and part.max_norm is None and not part.scale_grad_by_freq
+        if spread and type(part) not in RULES:
+            mine = (p for p in part.parameters(recurse=False) if p.requires_grad)
+            covered = all(p.dim() > 1 and len(p) == 1 for p in mine)
         if trainable and not covered:
             odd.append(f"{name or 'the module itself'} ({type(part).__name__})")
     return odd
@@ -178,6 +191,7 @@ class Tape:
         # Autograd sees no trained parameter. Every path to the loss starts at `root` or at another leaf.
         self.root = torch.empty(0, device=like.device, requires_grad=True)
         self.leaves = [self.root]
+        self.spread: list[tuple[nn.Module, str, str, Tensor]] = []  # module, names and leaf
         self._cast: tuple[Tensor | None, Tensor | None] = None, None
         self._nothing: dict[torch.dtype, Tensor] = {}
 
@@ -223,10 +237,18 @@ class Tape:
             self.leaves.append(out.requires_grad_())
         out.register_hook(back)  # type: ignore[no-untyped-call]
 
+    def halve(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Convert a layer's input to the type of autocast, once for all layers that read it, as the layer would."""
+        where = self.root.device.type
+        if not args or not torch.is_autocast_enabled(where) or not isinstance(args[0], Tensor):
+            return None
+        return self.cast(args[0], torch.get_autocast_dtype(where)), *args[1:]
+
     def forward(self, module: nn.Module, x: Tensor, y: Tensor, loss: BatchLoss) -> Tensor:
         """The summed loss, with hooks on all layers that own trained parameters."""
-        parts = [part for part in self.names if not getattr(part, "taped", False)]
-        handles = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
+        parts = [part for part in self.names if type(part) in RULES and not getattr(part, "taped", False)]
+        handles: list[Any] = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
+        handles += [part.register_forward_pre_hook(self.halve) for part in parts if RULES[type(part)] in (linear, conv)]
         before, _running.tape = tape(), self
         try:
             with torch.enable_grad():
@@ -240,8 +262,12 @@ class Tape:
     def backward(self, total: Tensor) -> None:
         """Run the backward pass without autocast, because autograd's thread does not know its type."""
         if total.requires_grad:
+            leaves = self.leaves + [leaf for *_, leaf in self.spread]
             with torch.autocast(total.device.type, enabled=False):
-                torch.autograd.grad(total, self.leaves, allow_unused=True)
+                found = torch.autograd.grad(total, leaves, allow_unused=True)[len(self.leaves) :]
+            for (part, key, name, _), g in zip(self.spread, found, strict=True):
+                if g is not None:
+                    self.visit(Use(part, {key: name}, g, g, False))
 
 
 _running = threading.local()
@@ -253,17 +279,23 @@ def tape() -> Tape | None:
 
 
 @contextmanager
-def placed(owned: Owned, params: dict[str, Tensor]) -> Iterator[None]:
-    """In this context the modules hold the parameters of the call, including tied ones."""
-    places = [(part._parameters, key, params[name].detach()) for part, names in owned for key, name in names.items()]
-    before = [parameters[key] for parameters, key, _ in places]
+def placed(owned: Owned, params: dict[str, Tensor], notes: Tape | None = None, n: int = 1) -> Iterator[None]:
+    """In this context the modules hold the parameters of the call, including tied ones.
+
+    For a tape, parameters of modules without a rule are spread over n examples, as leaves of autograd.
+    """
+    places = [(part, key, name, params[name].detach()) for part, names in owned for key, name in names.items()]
+    before = [part._parameters[key] for part, key, *_ in places]
     try:
-        for parameters, key, value in places:
-            parameters[key] = value  # type: ignore[assignment]
+        for part, key, name, value in places:
+            if notes is not None and type(part) not in RULES:
+                value = value.expand(n, *value.shape[1:]).requires_grad_()
+                notes.spread.append((part, key, name, value))
+            part._parameters[key] = value  # type: ignore[assignment]
         yield
     finally:
-        for (parameters, key, _), old in zip(places, before, strict=True):
-            parameters[key] = old
+        for (part, key, *_), old in zip(places, before, strict=True):
+            part._parameters[key] = old
 
 
 def sweep(
@@ -277,8 +309,8 @@ def sweep(
 ) -> None:
     """Visit every use of a layer with trained parameters, from the last to the first."""
     owned = owners(module, params) if owned is None else owned
-    with placed(owned, params):
-        notes = Tape(visit, owned, x)
+    notes = Tape(visit, owned, x)
+    with placed(owned, params, notes, len(x)):
         notes.backward(notes.forward(module, x, y, loss))
 
 
@@ -296,6 +328,8 @@ def extent(use: Use, n: int) -> tuple[int, int, int]:
 
 def short(use: Use, n: int) -> bool:
     """Whether the norm is cheaper from positions x positions (|a a^T * g g^T|) than from the product itself."""
+    if tokens(use, n):
+        return True
     if not use.once or type(use.module) not in (nn.Linear, nn.Conv1d, nn.Conv2d):
         return False
     positions, inputs, outputs = extent(use, n)
@@ -310,6 +344,47 @@ def short(use: Use, n: int) -> bool:
 def single(use: Use, n: int) -> bool:
     """Whether each example passes a linear layer once, as in a head. Its gradient then has rank one."""
     return use.once and RULES.get(type(use.module)) is linear and "weight" in use.names and extent(use, n)[0] == 1
+
+
+def tokens(use: Use, n: int) -> bool:
+    """Whether the rows of an embedding that an example reads are fewer than all rows, so that only they are stored."""
+    return use.once and type(use.module) is nn.Embedding and use.a.numel() < n * len(use.module.weight)
+
+
+def light(use: Use, n: int) -> bool:
+    """Layers whose gradient has rank one, and embeddings."""
+    return single(use, n) or tokens(use, n)
+
+
+def half(use: Use, n: int) -> bool:
+    """The same, and matrices in half precision, whose gradients `outer` computes twice and never stores."""
+    return light(use, n) or (use.once and "weight" in use.names and outer.serves(use.module, use.g))
+
+
+def prepared(use: Use, n: int) -> Use:
+    """A use whose gradient is summed later, in the form in which it is stored until then."""
+    if tokens(use, n):
+        return compact(use, n)
+    if not single(use, n) and outer.serves(use.module, use.g):
+        parts = outer.prepare(use.module, use.a, use.g, n)
+        return use._replace(a=parts.a, g=parts.g, parts=parts)
+    return use
+
+
+def compact(use: Use, n: int) -> Use:
+    """A use of an embedding, with one row of g per token of the example: rows of equal tokens are added up.
+
+    The sum is at the first place of the token, and the other places are zero. It is a product of zeros and ones with g,
+    so it depends on the example alone. It is what is measured and summed.
+    """
+    module: Any = use.module
+    ids, g = use.a.reshape(n, -1).long(), use.g.reshape(n, -1, use.g.shape[-1])
+    g = g.to(torch.promote_types(g.dtype, torch.float32))
+    if module.padding_idx is not None:
+        g = g.masked_fill((ids == module.padding_idx).unsqueeze(-1), 0)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    first = (ids.unsqueeze(1) == ids.unsqueeze(2)).to(g.dtype).argmax(2)  # examples x positions
+    return use._replace(a=ids, g=times((first.unsqueeze(1) == places.unsqueeze(1)).to(g.dtype), g))
 
 
 def never(use: Use, n: int) -> bool:
@@ -337,8 +412,13 @@ def squares(use: Use, n: int) -> Tensor:
     outputs and 16 positions in float32. `whole` is itself an upper bound (`bound`). So the exact norm of what `total`
     sums is at most this bound. If that holds only because of overflow, the norm counts as infinite.
 
-    An input so large that its bounded g would lose digits counts as infinite.
+    An input so large that its bounded g would lose digits counts as infinite. Products in half precision and rows of an
+    embedding are measured as they are summed (`outer.squares`, `bound`).
     """
+    if use.parts is not None:
+        return outer.squares(use.parts)
+    if type(use.module) is nn.Embedding:
+        return bound(use.g.flatten(1))
     a, g = factors(use, n)
     positions, inputs, outputs = extent(use, n)
     size = measure if positions == 1 else bound
@@ -370,9 +450,16 @@ def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
     sqrt(slack). `short` accepts p positions only if p^2 (inputs + outputs) < 10 inputs outputs, so p^2 < 2.5 (inputs +
     outputs) and slack > 2^-23 p^2 / 2.5. The error is then below m p 2^-53 * m C * 4580 / p. Twice that, for two
     neighbours, is 1e-12 m^2 C, which is 1e-6 C for m = FLOAT64_CHUNK_EXAMPLES = 1024. One position cannot cancel: 2e-10
-    C. If a and g are float64, slack is 2^29 times smaller and m = FLOAT32_TERMS: 6e-6 C.
+    C. If a and g are float64, slack is 2^29 times smaller and m = FLOAT32_TERMS: 6e-6 C. Products in half precision are
+    summed by `outer.sums`, and rows of an embedding by `token_sums`.
     """
     groups, n = factor.shape
+    if use.parts is not None:
+        yield use.names["weight"], outer.weight_of(use.module, outer.sums(use.parts, factor))
+        return
+    if type(use.module) is nn.Embedding:
+        yield use.names["weight"], token_sums(use, factor)
+        return
     a, g = factors(use, groups * n)
     positions, inputs, outputs = extent(use, groups * n)
     entries = groups * positions * (inputs + outputs)
@@ -388,6 +475,25 @@ def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
         if "bias" in use.names:
             _accumulate(sums, use.names["bias"], right.sum(1))
     yield from sums.items()
+
+
+def token_sums(use: Use, factor: Tensor) -> Tensor:
+    """The sum of factor times row over each token of an embedding, in float64.
+
+    A float32 factor times a float32 row is exact in float64. Each example adds at most one row other than zero to a
+    token, so a number passes at most FLOAT64_TERMS additions before the sum of these examples is added: see
+    `arithmetic.in_chunks`.
+    """
+    (groups, n), (words, width) = factor.shape, use.module.weight.shape  # type: ignore[union-attr, misc]
+    ids, rows = use.a.view(groups, n, -1), use.g.view(groups, n, -1, width)
+    total = torch.zeros(groups, words * width, dtype=torch.float64, device=rows.device)
+    start = words * torch.arange(groups, device=ids.device).view(-1, 1, 1)
+    for first in range(0, n, FLOAT64_TERMS):
+        k = slice(first, first + FLOAT64_TERMS)
+        part = rows[:, k].to(torch.float64, copy=True).nan_to_num_(0, 0, 0).mul_(factor[:, k, None, None])
+        sums = total.new_zeros(groups * words, width)
+        total += sums.index_add_(0, (ids[:, k] + start).flatten(), part.flatten(0, 2)).view(groups, -1)
+    return total
 
 
 def _exact(t: Tensor, groups: int, n: int, rows: slice) -> Tensor:
@@ -441,6 +547,13 @@ def bound(rows: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- results
 
 
+def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
+    """The gradients of single examples by the layer's rule; those of a spread parameter are known."""
+    if type(use.module) not in RULES:
+        return [(next(iter(use.names)), use.g)]
+    return RULES[type(use.module)](use.module, use.a, use.g, n)
+
+
 class Norms(NamedTuple):
     """Gradients of most uses, and squared norms of the uses in `later`, whose sum is still to be computed."""
 
@@ -478,8 +591,14 @@ def norms_first(
     n, room = len(x), room or {}
     result = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
 
+    def gather(name: str, part: Tensor) -> None:
+        result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
+
     def visit(use: Use) -> None:
         if apart(use, n):
+            use = prepared(use, n)
+            if use.parts is not None and "bias" in use.names:
+                gather(use.names["bias"], use.g.sum(1, dtype=torch.float32))
             result.squares.add_(squares(use, n))
             result.later.append(use)
             return
@@ -487,14 +606,14 @@ def norms_first(
         if room and use.once and getattr(use.module, "taped", False):
             mine = {key: room[name] for key, name in use.names.items() if name in room}
             use.module.room = mine  # type: ignore[assignment]
-        for key, part in RULES[type(use.module)](use.module, use.a, use.g, n):
+        for key, part in explicit(use, n):
             if not (name := use.names.get(key)):
                 continue
             if name in room:
                 if part is not mine.get(key):
                     room[name].add_(part.view_as(room[name]))
             else:
-                result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
+                gather(name, part)
 
     sweep(module, params, x, y, loss, visit, owned)
     return result

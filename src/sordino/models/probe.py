@@ -49,6 +49,7 @@ class Probed(NamedTuple):
     outputs: int
     mode: str  # the fastest mode that fits
     held: int  # numbers per example in the gradients that two-pass stores
+    lasting: int  # the same on a GPU in half precision
     rest: int  # numbers per example of everything else
 
 
@@ -71,14 +72,16 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     x, y = model.shaped(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
     weights, saved = {p.data_ptr() for p in module.parameters()}, dict[int, int]()
     before = [buffer.clone() for buffer in module.buffers()]
-    helps, wide, held = [False], [0], [0]
+    helps, wide, held, lasting = [False], [0], [0], [0]
 
     def visit(use: Use) -> None:
         short = per_example.short(use, 2)
         helps[0] |= short
         if hasattr(use.module, "kernel_size"):
             wide[0] = max(wide[0], math.prod(per_example.extent(use, 2)[:2]))  # of patches
-        held[0] += 0 if short else sum(trained[name].numel() for name in use.names.values())
+        numbers = sum(trained[name].numel() for name in use.names.values())
+        held[0] += 0 if short else numbers
+        lasting[0] += 0 if per_example.half(use, 2) else numbers
 
     def keep(tensor: Tensor) -> Tensor:
         saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in weights else tensor.numel() // 2
@@ -108,7 +111,8 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
         )
     better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
-    return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], 2 * sum(saved.values()) + wide[0])
+    rest = 2 * sum(saved.values()) + wide[0]
+    return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], lasting[0], rest)
 
 
 def agrees(model: FlatModel) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch.nn.functional import threshold
 
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError, nearest
-from sordino.models import per_example, probe
+from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.cuda_graphs import GraphCache
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
@@ -64,7 +64,8 @@ class TorchModel:
     and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
 
     On a GPU, and with autocast, gradients are collected in one matrix (measured and summed in one pass each), and
-    gradients of rank one, as of a head, are not computed explicitly.
+    gradients of rank one, as of a head, are not computed explicitly. On a GPU with autocast, gradients of linear layers
+    and convolutions are computed twice, for the norm and for the sum, and never stored (`outer`).
 
     Args:
       module: the network; it is copied. Batch norm is refused, because it mixes examples.
@@ -129,7 +130,7 @@ class TorchModel:
         self.shape = shape or probe.input_shape(module)
         self.features = math.prod(self.shape)
         first = next(iter(self.trained.values()))
-        odd = per_example.supported(module)
+        odd = per_example.supported(module, spread=check)
         if odd and mode in ("tape", "two-pass"):
             raise SordinoError(f"mode: '{mode}' has no rule for {', '.join(odd)}; use mode='auto' or mode='vmap'.")
         owned = per_example.owners(module, self.trained)
@@ -138,7 +139,7 @@ class TorchModel:
         self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
-        self.random, self.outputs, advised, self._held, self._rest = probe.probe(self, owned, ruled=not odd)
+        self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(self, owned, ruled=not odd)
         if self.outputs < 2:
             raise SordinoError(
                 f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "
@@ -305,7 +306,7 @@ class TorchModel:
             kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
             apart = per_example.short if mode == "two-pass" else per_example.never
             if lean and scale is None:
-                apart = per_example.single if mode == "tape" else apart
+                apart = self._apart(x) if mode == "tape" else apart
                 gathered, room = here.room.make(groups * n, x, kind)
                 blocks += [(self._where(tuple(room), x), gathered)] if room else []
             params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
@@ -342,6 +343,10 @@ class TorchModel:
         for use in later:
             for name, summand in per_example.total(use, factor):
                 total[:, self._where((name,), x)] += summand
+
+    def _apart(self, like: Tensor) -> Callable[[Use, int], bool]:
+        """Which gradients are not stored in mode `tape`."""
+        return per_example.half if self.autocast is not None and outer.pays(like) else per_example.light
 
     def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         module = self._on(theta, training=self._train).module
@@ -385,7 +390,10 @@ class TorchModel:
         """How many examples one pass takes."""
         if self.chunk is not None:
             return min(self.chunk, MAX_CHUNK_EXAMPLES)
-        each = theta.element_size() * (self._rest + (self._held if mode == "two-pass" else self.size))
+        held = self._held if mode == "two-pass" else self.size
+        if mode == "tape" and self._apart(theta) is per_example.half:
+            held = self._lasting
+        each = theta.element_size() * (self._rest + held)
         fit = CHUNK_BYTES.get(theta.device.type, CHUNK_BYTES["cpu"]) // each
         return max(1, min(fit, MAX_CHUNK_EXAMPLES if theta.is_cuda else CPU_CHUNK_EXAMPLES))
 

@@ -1,0 +1,87 @@
+"""The GPU kernel of `outer`: products g^T a of single examples on matrix units, reduced before they reach memory."""
+
+# Triton reads these functions as text: their arguments have no Python types.
+# mypy: ignore-errors
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def products(
+    a,
+    g,
+    factor,
+    out,
+    group_size,
+    blocks,
+    terms,
+    positions,
+    inputs,
+    outputs,
+    a_example,
+    width,
+    row_step,
+    column_step,
+    a_line,
+    CHANNELS: tl.constexpr,
+    KERNEL_WIDTH: tl.constexpr,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """One tile (ROWS outputs x COLUMNS inputs) of the products of up to `terms` examples of one group.
+
+    For each example the product over its positions is accumulated from zero in float32, in the same order for SUM and
+    for norms. Then SUM adds factor times product to the tile's float32 total; otherwise the squares of the product are
+    added: those of a row in float32, rows in float64.
+
+    Position p reads a at (p // width) row_step + (p % width) column_step, and input i at CHANNELS numbers per entry of
+    a kernel that is KERNEL_WIDTH wide, with a_line numbers between its lines. CHANNELS = 0: input i is i numbers away.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1)
+    across = tl.cdiv(inputs, COLUMNS)
+    o = (tile // across) * ROWS + tl.arange(0, ROWS)
+    i = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
+    if CHANNELS > 0:
+        entry = i // CHANNELS
+        shift = (entry // KERNEL_WIDTH) * a_line + (entry % KERNEL_WIDTH) * CHANNELS + i % CHANNELS
+    else:
+        shift = i
+    group = block // blocks
+    first = (block % blocks) * terms
+    steps = tl.cdiv(positions, DEPTH)
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for t in range(terms * steps):
+        k = t % steps
+        within = first + t // steps
+        example = (group * group_size + within).to(tl.int64)
+        p = k * DEPTH + tl.arange(0, DEPTH)
+        live = (p < positions) & (within < group_size)
+        left = tl.load(
+            g + example * positions * outputs + p[:, None] * outputs + o[None, :],
+            mask=live[:, None] & (o < outputs)[None, :],
+            other=0.0,
+        )
+        place = (p // width) * row_step + (p % width) * column_step
+        right = tl.load(
+            a + example * a_example + place[:, None] + shift[None, :],
+            mask=live[:, None] & (i < inputs)[None, :],
+            other=0.0,
+        )
+        acc = tl.dot(tl.trans(left), right, acc, input_precision="ieee")
+        if k == steps - 1:
+            if SUM:
+                weight = tl.load(factor + example, mask=within < group_size, other=0.0)
+                total += tl.where(weight != 0.0, acc * weight, 0.0)  # by selection: 0 * NaN is NaN
+            else:
+                rows = tl.sum(acc * acc, 1).to(tl.float64)
+                tl.store(out + example * tl.num_programs(0) + tile, tl.sum(rows, 0), mask=within < group_size)
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    if SUM:
+        there = out + block.to(tl.int64) * outputs * inputs + o.to(tl.int64)[:, None] * inputs + i[None, :]
+        tl.store(there, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
