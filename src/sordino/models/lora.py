@@ -122,8 +122,7 @@ class _Adapted(torch.autograd.Function):
         up = _product(
             notes.nothing(g.dtype), _rows(g, B), B, adapter.scale
         )  # scale g B, which the gradient of x needs anyway
-        adapter.factors = h, g
-        notes.report(adapter, dropped, up)
+        notes.report(adapter, dropped, up, (h, g))
         if not ctx.needs_input_grad[1]:
             return None, None, g if ctx.needs_input_grad[2] else None, None, None
         x_gradient = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)

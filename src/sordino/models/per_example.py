@@ -47,6 +47,7 @@ class Use(NamedTuple):
     g: Tensor
     once: bool  # the parameters have no other use
     parts: outer.Factors | None = None  # a and g as `outer` reads them
+    more: tuple[Tensor, ...] = ()  # what the rule of a `taped` module needs besides
 
 
 def trained(parameter: object) -> bool:
@@ -206,10 +207,10 @@ class Tape:
         for name in self.names[module].values():
             self.times[name] = self.times.get(name, 0) + 1
 
-    def report(self, module: nn.Module, a: Tensor, g: Tensor) -> None:
+    def report(self, module: nn.Module, a: Tensor, g: Tensor, more: tuple[Tensor, ...] = ()) -> None:
         """Pass a use to the visitor."""
         names = self.names[module]
-        self.visit(Use(module, names, a, g, all(self.times[name] == 1 for name in names.values())))
+        self.visit(Use(module, names, a, g, all(self.times[name] == 1 for name in names.values()), None, more))
 
     def cast(self, x: Tensor, kind: torch.dtype) -> Tensor:
         """x in another type, converted once if several layers in turn read it."""
@@ -551,6 +552,8 @@ def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
     """The gradients of single examples by the layer's rule; those of a spread parameter are known."""
     if type(use.module) not in RULES:
         return [(next(iter(use.names)), use.g)]
+    if use.more:
+        use.module.factors = use.more  # type: ignore[assignment]
     return RULES[type(use.module)](use.module, use.a, use.g, n)
 
 
@@ -572,6 +575,7 @@ def norms_first(
     *,
     apart: Callable[[Use, int], bool] = short,
     room: dict[str, Tensor] | None = None,
+    run: Callable[..., None] | None = None,
 ) -> Norms:
     """Norms of the uses that `apart` selects, and gradients of the others.
 
@@ -584,6 +588,7 @@ def norms_first(
       owned: the modules that own the parameters, if known.
       apart: selects the uses of which only the norm is computed.
       room: tensors of zeros into which the rules of `taped` modules write their gradients.
+      run: runs the pass, with the arguments of `sweep`; by default `sweep`.
 
     Returns:
       Norms and gradients.
@@ -615,7 +620,7 @@ def norms_first(
             else:
                 gather(name, part)
 
-    sweep(module, params, x, y, loss, visit, owned)
+    (run or sweep)(module, params, x, y, loss, visit, owners(module, params) if owned is None else owned)
     return result
 
 

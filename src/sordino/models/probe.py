@@ -70,7 +70,7 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     module, trained = model.module, model.trained
     first = next(iter(trained.values()))
     x, y = model.shaped(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
-    weights, saved = {p.data_ptr() for p in module.parameters()}, dict[int, int]()
+    weights, saved = {tuple(sorted(p.shape)) for p in module.parameters()}, dict[int, int]()
     before = [buffer.clone() for buffer in module.buffers()]
     helps, wide, held, lasting = [False], [0], [0], [0]
 
@@ -84,7 +84,8 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
         lasting[0] += 0 if per_example.half(use, 2) else numbers
 
     def keep(tensor: Tensor) -> Tensor:
-        saved[tensor.data_ptr()] = 0 if tensor.data_ptr() in weights else tensor.numel() // 2
+        copied = tuple(sorted(tensor.shape)) in weights  # a parameter, or its copy in another type
+        saved[tensor.data_ptr()] = 0 if copied else tensor.numel() // 2
         return tensor
 
     module.train()

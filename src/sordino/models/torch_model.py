@@ -20,6 +20,7 @@ from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError, nearest
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.compiled import Passes
 from sordino.models.cuda_graphs import GraphCache
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
 
@@ -78,6 +79,7 @@ class TorchModel:
       check: compare the sums of the mode with single-example gradients once, in float64.
       capture: on a GPU, replay `clipped_sum` as a CUDA graph per combination of shapes and clip. This keeps the memory
         of a call allocated.
+      compile: on a GPU, compile the forward and backward passes, once per combination of shapes (`compiled`).
 
     Raises:
       SordinoError: an argument is out of its range, or the module mixes examples or cannot be differentiated.
@@ -97,6 +99,7 @@ class TorchModel:
         classes: int | None = None,
         check: bool = True,
         capture: bool = False,
+        compile: bool = False,
     ) -> None:
         if mode not in MODES:
             raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
@@ -137,6 +140,7 @@ class TorchModel:
         self._copies = {(first.dtype, first.device): self._place(module)}
         self._columns: dict[Any, slice | Tensor] = {}
         self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
+        self._passes = Passes() if compile else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(self, owned, ruled=not odd)
@@ -312,7 +316,10 @@ class TorchModel:
             params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
             with self.cast(theta):
                 squares, gradients, later = per_example.norms_first(
-                    *(here.module, params, self.shaped(x), y.flatten(), summed, here.owned), apart=apart, room=room
+                    *(here.module, params, self.shaped(x), y.flatten(), summed, here.owned),
+                    apart=apart,
+                    room=room,
+                    run=self._passes if x.is_cuda else None,
                 )
         gradients = {
             name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
@@ -417,13 +424,13 @@ class TorchModel:
     @contextmanager
     def instead(self, module: nn.Module, theta: Tensor, training: bool) -> Iterator[None]:
         """In this context the model uses another module with the same parameters, without autocast. For a check."""
-        before = self._copies, self.autocast, self._train, self._graphs
+        before = self._copies, self.autocast, self._train, self._graphs, self._passes
         self._copies = {(theta.dtype, theta.device): self._place(module)}
-        self.autocast, self._train, self._graphs = None, training, None
+        self.autocast, self._train, self._graphs, self._passes = None, training, None, None
         try:
             yield
         finally:
-            self._copies, self.autocast, self._train, self._graphs = before
+            self._copies, self.autocast, self._train, self._graphs, self._passes = before
 
     def _where(self, names: tuple[str, ...], like: Tensor) -> slice | Tensor:
         """The columns of theta that hold the named parameters, in their order."""
