@@ -6,35 +6,43 @@
 Networks have random weights, on which speed does not depend. `full`: all parameters are trained. `lora`: adapters of
 rank 16 on Q, K and V and the head. Both steps run in bfloat16 autocast with float32 parameters and end with AdamW:
 
-- plain: forward, mean loss, backward. It is tried eagerly, compiled (`torch.compile`, with and without channels-last
-  inputs where there are images), and both as one CUDA graph with the optimizer. The fastest counts.
-- private: `TorchModel.clipped_sum`, Gaussian noise. It is tried eagerly, with compiled passes (`compile=True`), and both
-  as one CUDA graph with noise and optimizer.
+- plain: forward, mean loss, backward. It is tried eagerly, compiled (`torch.compile`), compiled from a trace of the
+  whole eager pass (which keeps the attention kernels that the eager pass chooses), for a ResNet with inputs in
+  channels-last order, and each of them as one CUDA graph with the optimizer. The fastest counts.
+- private: `TorchModel.clipped_sum`, Gaussian noise. It is tried eagerly, with compiled passes (`compile=True`), and
+  both as one CUDA graph with noise and optimizer.
 
 Noise is `torch.randn` of the device for both speed and memory; certified runs draw it from a cipher. Steps are timed in
-turns in one process. Memory is the peak of a step above what the process held before the step's own objects were built,
-for the private and the plain step, each eager or compiled, whichever takes less.
+turns in one process per network; these processes compile side by side and measure one after another. Memory is the peak
+of a step above what the process held before the step's own objects were built, for the private and the plain step, each
+eager or compiled, whichever takes less.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import fcntl
 import gc
 import json
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from sordino.core import Shard
 from sordino.models.compiled import Passes
@@ -111,6 +119,39 @@ class Bench:
         words = {"fused": True, "capturable": True} if self.device.type == "cuda" else {}
         return torch.optim.AdamW(values, lr=1e-4, weight_decay=0.01, **words)
 
+    def traced(self, *, channels_last: bool = False) -> Step:
+        """A plain step from a trace of the forward and backward pass, compiled as one graph."""
+        module = copy.deepcopy(module_of(self.flat)).train()
+        seen = self.x.reshape(-1, *self.flat.shape)
+        if channels_last:
+            module, seen = module.to(memory_format=torch.channels_last), seen.to(memory_format=torch.channels_last)
+        names, values = zip(*((name, p) for name, p in module.named_parameters() if p.requires_grad), strict=True)
+        optimizer = self.adamw(list(values))
+
+        def both(*tensors: Tensor) -> list[Tensor]:
+            *plain, x, y = tensors
+            leaves = [p.detach().requires_grad_() for p in plain]
+            with torch.enable_grad(), torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
+                z = functional_call(module, dict(zip(names, leaves, strict=True)), (x,))
+            with torch.enable_grad():
+                loss = nn.functional.cross_entropy(z.float(), y)
+            found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+            return [
+                g if g.stride() == p.stride() else torch.empty_like(p).copy_(g)
+                for g, p in zip(found, leaves, strict=True)
+            ]
+
+        inputs = [*(p.detach() for p in values), seen, self.y]
+        run = torch.compile(make_fx(both)(*inputs), dynamic=False)
+
+        def step() -> None:
+            with torch.no_grad():
+                for p, g in zip(values, run(*inputs), strict=True):
+                    p.grad = g
+            optimizer.step()
+
+        return step
+
     def plain(self, *, compiled: bool, channels_last: bool = False) -> Step:
         module = copy.deepcopy(module_of(self.flat)).train()
         seen = self.x.reshape(-1, *self.flat.shape)
@@ -139,9 +180,14 @@ class Bench:
         theta = nn.Parameter(self.flat.init().to(self.device))
         optimizer, shard = self.adamw([theta]), Shard(self.x, self.y, torch.ones(self.batch, device=self.device))
 
+        def noised(total: Tensor) -> Tensor:
+            noise = torch.randn(total.shape, device=total.device)
+            return (total.float() + SIGMA * CLIP * noise) / self.batch
+
+        finish = torch.compile(noised, dynamic=False) if compiled else noised
+
         def step() -> None:
-            gradient = flat.clipped_sum(theta.detach(), shard, CLIP).to(theta.dtype)
-            theta.grad = gradient.add_(torch.randn_like(gradient), alpha=SIGMA * CLIP).div_(self.batch)
+            theta.grad = finish(flat.clipped_sum(theta.detach(), shard, CLIP))
             optimizer.step()
 
         return step
@@ -153,9 +199,11 @@ class Bench:
             "private, compiled": lambda: self.private(compiled=True),
             "plain": lambda: self.plain(compiled=False),
             "plain, compiled": lambda: self.plain(compiled=True),
+            "plain, traced": self.traced,
         }
         if self.work.network == "resnet":
             makers["plain, compiled, channels last"] = lambda: self.plain(compiled=True, channels_last=True)
+            makers["plain, traced, channels last"] = lambda: self.traced(channels_last=True)
         return makers
 
 
@@ -249,6 +297,8 @@ def one_work(work: Work, options: argparse.Namespace, device: torch.device, erro
     steps: dict[str, Step] = {}
     memory: dict[str, int | None] = {}
     for name, make in bench.steps().items():
+        if name in options.without:
+            continue
         found = attempt(errors, f"{work.name} {name}", lambda make=make: measured(make, device))
         if found is not None:
             steps[name], memory[name] = found
@@ -258,15 +308,55 @@ def one_work(work: Work, options: argparse.Namespace, device: torch.device, erro
             replay = attempt(errors, f"{work.name} {title}", lambda step=step: captured(step, device))
             if replay is not None:
                 steps[title] = replay
-    seconds = interleaved(steps, options.repetitions, device)
+    with turn(work, options.gate):
+        seconds = interleaved(steps, options.repetitions, device)
     if options.profile:
-        for name in ("private", "private, compiled", "plain, compiled"):
+        for name in ("private, compiled", "plain, traced"):
             if name in steps:
                 profile(name, steps[name], device)
     trained = bench.flat.size
     del steps, bench
     empty(device)
     return {"trained": trained, "goal": work.goal, "seconds": seconds, "peak_bytes": memory}
+
+
+@contextmanager
+def turn(work: Work, gate: Path | None) -> Iterator[None]:
+    """Wait until all processes have compiled, and then for the others' measurements."""
+    if gate is None:
+        yield
+        return
+    (gate / work.name).touch()
+    while not all((gate / name).exists() for name in (gate / "works").read_text().split(",")):
+        time.sleep(0.2)
+    with (gate / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def side_by_side(asked: list[str], words: list[str]) -> dict[str, Any]:
+    """One process per work; returns their results together."""
+    with tempfile.TemporaryDirectory() as folder:
+        gate = Path(folder)
+        (gate / "works").write_text(",".join(asked))
+        processes, logs = {}, {}
+        for name in asked:
+            logs[name] = (gate / f"{name}.log").open("w")
+            told = [*words, "--works", name, "--gate", str(gate), "--out", str(gate / f"{name}.json")]
+            processes[name] = subprocess.Popen([sys.executable, *told], stdout=logs[name], stderr=subprocess.STDOUT)
+        results: dict[str, Any] = {}
+        while processes:
+            time.sleep(0.5)
+            for name in [name for name, process in processes.items() if process.poll() is not None]:
+                code = processes.pop(name).returncode
+                logs[name].close()
+                (gate / name).touch()  # nobody waits for a process that failed
+                print((gate / f"{name}.log").read_text(), flush=True)
+                found = json.loads(path.read_text()) if (path := gate / f"{name}.json").exists() else {}
+                results = found | {key: results.get(key, {}) | found.get(key, {}) for key in ("works", "errors")}
+                if not found:
+                    results["errors"][name] = f"exit {code}"
+    return results
 
 
 def profile(name: str, step: Step, device: torch.device) -> None:
@@ -289,7 +379,9 @@ def profile(name: str, step: Step, device: torch.device) -> None:
 def summary(found: dict[str, Any]) -> dict[str, Any]:
     """The fastest plain and private step, their ratio, and the ratio of memory."""
     middle = {name: statistics.median(samples) for name, samples in found["seconds"].items()}
-    best = {kind: min((n for n in middle if n.startswith(kind)), key=middle.__getitem__) for kind in ("plain", "private")}
+    best = {
+        kind: min((n for n in middle if n.startswith(kind)), key=middle.__getitem__) for kind in ("plain", "private")
+    }
     bytes_ = found["peak_bytes"]
     lowest, ours = (
         min((b for n, b in bytes_.items() if n.startswith(kind) and b), default=None) for kind in ("plain", "private")
@@ -313,8 +405,8 @@ def table(works: dict[str, Any]) -> str:
         s = summary(found)
         memory = f"{s['memory']:.2f}" if s["memory"] else "–"
         lines.append(
-            f"| {name} | {s['plain']} | {s['plain_ms']:.1f} | {s['private']} | {s['private_ms']:.1f} | {s['speed']:.2f} | "
-            f"{found['goal']:.1f} {'met' if s['speed'] >= found['goal'] else 'missed'} | {memory} |"
+            f"| {name} | {s['plain']} | {s['plain_ms']:.1f} | {s['private']} | {s['private_ms']:.1f} | "
+            f"{s['speed']:.2f} | {found['goal']:.1f} {'met' if s['speed'] >= found['goal'] else 'missed'} | {memory} |"
         )
     return "\n".join(lines)
 
@@ -337,6 +429,9 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int)
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a private step")
+    parser.add_argument("--without", action="append", default=[], help="a step to leave out, as in 'plain, compiled'")
+    parser.add_argument("--together", action="store_true", help="all works in this process, one after another")
+    parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)  # of a process among several
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.repetitions = options.repetitions or (2 if options.tiny else 15)
@@ -348,8 +443,23 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     warnings.filterwarnings("ignore", message=".*weights are random")
     torch.manual_seed(0)
+    if len(asked) > 1 and not options.together:
+        began = time.perf_counter()
+        words = [word for word in sys.argv if not word.startswith(("--works=", "--out="))]
+        # Graphs keep their memory, so the largest batches are measured by themselves.
+        large = [name for name in asked if name.endswith("lora-256")]
+        results: dict[str, Any] = {}
+        for wave in ([name for name in asked if name not in large], *([name] for name in large)):
+            found = side_by_side(wave, words) if wave else {}
+            results = found | {key: results.get(key, {}) | found.get(key, {}) for key in ("works", "errors")}
+        results["works"] = {name: results["works"][name] for name in asked if name in results["works"]}
+        results |= {"command": " ".join(["python", *sys.argv]), "seconds": round(time.perf_counter() - began, 1)}
+        if options.out:
+            options.out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+        print(table(results["works"]))
+        return
     began, errors, works = time.perf_counter(), dict[str, str](), dict[str, Any]()
-    results: dict[str, Any] = {
+    results = {
         "command": " ".join(["python", *sys.argv]),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "versions": versions(),

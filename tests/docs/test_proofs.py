@@ -23,7 +23,7 @@ from sordino.engines.oracle import clipped
 from sordino.errors import SordinoError
 from sordino.methods import admm
 from sordino.methods.ftrl import stream
-from sordino.models import arithmetic
+from sordino.models import arithmetic, outer
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
@@ -138,6 +138,20 @@ def test_rounding_stays_within_the_margin_of_the_clip():
         assert (2 * n * depth * v / (1 - depth * v)).b <= 5.1e-5
     with pytest.raises(SordinoError, match="too many"):
         arithmetic.product_rows(25 * 10**6, 1024)
+
+
+def test_squares_of_a_tile_are_bounded_from_above():
+    """What `outer.squares` adds exceeds what float32 loses in a row of a tile; a quarter of it does not."""
+    u, k = iv.mpf(U32), outer.TILE
+
+    def kept(added):
+        return (1 - u) ** (k + 1) * (1 + iv.mpf(added) * 2 * u)
+
+    assert kept(k + 8).a > 1
+    assert kept((k + 8) / 4).b < 1
+    rows = np.full(k, np.float32(1) + np.float32(2**-12), dtype=np.float32)
+    lost = sequential([value * value for value in rows], np.float32)
+    assert Fraction(float(lost)) * (1 + Fraction(2 * (k + 8), 2**24)) >= k * Fraction(float(rows[0])) ** 2
 
 
 def exact_norm(vector):

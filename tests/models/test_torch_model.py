@@ -15,7 +15,8 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.models.torch_model import CHUNK_BYTES, TorchModel, group_norm
+from sordino.models import torch_model
+from sordino.models.torch_model import TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -350,7 +351,7 @@ def test_batch_norm_converts():
 
 def test_memory_is_bounded_by_chunks(monkeypatch):
     flat, most = TorchModel(mlp(), mode="tape"), []
-    monkeypatch.setitem(CHUNK_BYTES, "cpu", 3 * 4 * (flat._rest + flat.size))
+    monkeypatch.setattr(torch_model, "CPU_CHUNK_BYTES", 3 * 4 * (flat._rest + flat.size))
     inner = flat._add
     monkeypatch.setattr(flat, "_add", lambda *given: (most.append(given[3].mask.numel()), inner(*given)))
     flat.clipped_sum(flat.init(), Shard(torch.randn(2, 8, 6), torch.zeros(2, 8).long(), torch.ones(2, 8)), 1.0)
@@ -423,7 +424,8 @@ def test_a_head_is_not_multiplied_out(monkeypatch):
     seen, inner = [], per_example.single
     monkeypatch.setattr(per_example, "single", lambda use, n: (seen.append(inner(use, n)), seen[-1])[1])
     have = flat.clipped_sum(theta, Shard(x, y, torch.ones(3, 8)), 1e-3)
-    assert seen and all(seen)
+    assert seen
+    assert all(seen)
     for c in range(3):
         parts = [
             flat.clipped_sum(theta, Shard(*(t[c, k : k + 1] for t in (x, y)), torch.ones(1)), 1e-3) for k in range(8)

@@ -1,7 +1,8 @@
 """Forward and backward passes for per-example gradients, traced once per shape and compiled.
 
-Only the pass itself is compiled: it returns what each layer reads, and the loss's gradient at what it returns. Norms,
-factors and sums are computed afterwards from these tensors, so their arithmetic is the one that `arithmetic` proves.
+What is compiled returns tensors in memory: what each layer reads, the loss's gradient at what it returns, and gradients
+of single examples where these are small. Norms, factors and sums are computed afterwards, from these very tensors, so
+their arithmetic is the one that `arithmetic` proves.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from sordino.models.per_example import BatchLoss, Owned, Use, placed, sweep
+from sordino.models.per_example import BatchLoss, Owned, Use, explicit, placed, prepared, sweep
 
 MAX_TRACES = 8  # per model; other shapes run as they are
 
@@ -40,40 +41,62 @@ class Passes:
         loss: BatchLoss,
         visit: Callable[[Use], None],
         owned: Owned,
+        apart: Callable[[Use, int], bool],
     ) -> None:
-        """Visit every use of a layer with trained parameters, as `per_example.sweep` does."""
+        """Visit every use of a layer with trained parameters, as `per_example.sweep` does.
+
+        Uses that `apart` selects come in the form in which they are stored, and the others as gradients.
+        """
         inputs = [*params.values(), x, y]
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
-        key = (autocast, module.training, *((t.shape, t.dtype, t.device) for t in inputs))
+        key = (autocast, module.training, apart, *((t.shape, t.dtype, t.device) for t in inputs))
         if key not in self._known:
             if len(self._known) >= MAX_TRACES:
                 sweep(module, params, x, y, loss, visit, owned)
                 return
-            self._known[key] = _traced(module, list(params), inputs, loss, owned)
+            self._known[key] = _traced(module, list(params), inputs, loss, owned, apart)
         trace = self._known[key]
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             tensors = [*inputs, *trace.run(*inputs)]
         with placed(owned, params):  # rules read them
             for use, places in trace.uses:
                 a, g, *more = (tensors[k] for k in places)
-                visit(use._replace(a=a, g=g, more=tuple(more)))
+                parts = None if use.parts is None else use.parts._replace(a=a, g=g)
+                visit(use._replace(a=a, g=g, parts=parts, more=tuple(more)))
 
 
-def _traced(module: nn.Module, names: list[str], inputs: list[Tensor], loss: BatchLoss, owned: Owned) -> Trace:
+def _traced(
+    module: nn.Module,
+    names: list[str],
+    inputs: list[Tensor],
+    loss: BatchLoss,
+    owned: Owned,
+    apart: Callable[[Use, int], bool],
+) -> Trace:
     found: list[tuple[Use, list[int]]] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
         *values, x, y = tensors
-        known = {id(t): k for k, t in enumerate(tensors)}
+        known = {_place(t): k for k, t in enumerate(tensors)}
         out: list[Tensor] = []
 
         def visit(use: Use) -> None:
+            if not use.done and not getattr(use.module, "taped", False):
+                if not apart(use, len(x)):
+                    for key, part in explicit(use, len(x)):
+                        if key in use.names:
+                            keep(Use(use.module, {key: use.names[key]}, part, part, False, done=True))
+                    return
+                use = prepared(use, len(x))
+            keep(use)
+
+        def keep(use: Use) -> None:
             places = []
             for t in (use.a, use.g, *use.more):
-                if id(t) not in known:
-                    known[id(t)] = len(tensors) + len(out)
+                if _place(t) not in known:
+                    known[_place(t)] = len(tensors) + len(out)
                     out.append(t)
-                places.append(known[id(t)])
+                places.append(known[_place(t)])
             found.append((use, places))
 
         sweep(module, dict(zip(names, values, strict=True)), x, y, loss, visit, owned)
@@ -81,8 +104,18 @@ def _traced(module: nn.Module, names: list[str], inputs: list[Tensor], loss: Bat
 
     graph = make_fx(run)(*inputs)
     nothing = torch.empty(0)
-    uses = [(use._replace(a=nothing, g=nothing, more=()), places) for use, places in found]
+    uses = [(_emptied(use, nothing), places) for use, places in found]
     return Trace(compile_graph(graph), uses)
+
+
+def _place(t: Tensor) -> Hashable:
+    """The memory of a tensor: several layers may read the same one, which is returned once."""
+    return t.data_ptr(), t.shape, t.stride(), t.dtype
+
+
+def _emptied(use: Use, nothing: Tensor) -> Use:
+    parts = None if use.parts is None else use.parts._replace(a=nothing, g=nothing)
+    return use._replace(a=nothing, g=nothing, parts=parts, more=())
 
 
 def compile_graph(graph: torch.fx.GraphModule) -> Callable[..., Any]:

@@ -4,14 +4,16 @@ The gradient of a linear layer or a convolution for example j is G_j = sum over 
 need it: `squares` for the norm that decides on the factor f_j, and `sums` for the sum of f_j G_j. Both compute G_j from
 zero in float32 by the same instructions, so it is the same float32 matrix both times, a function of record j and theta
 alone, whatever rounding the matrix unit has inside. `squares` bounds the norm of this very matrix from above. So the
-terms f_j G_j keep the clip, and their sum is that of `arithmetic`: at most FLOAT32_TERMS terms in float32, and blocks in
-float64. No copy of G_j is kept: on a GPU it lives in registers, one tile at a time.
+terms f_j G_j keep the clip, and their sum is that of `arithmetic`: at most FLOAT32_TERMS terms in float32, and blocks
+in float64. That both calls compute the same matrix is checked on the GPU that runs them, for each shape of a layer
+before its first use (`same_twice`). No copy of G_j is kept: on a GPU it lives in registers, one tile at a time.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Hashable
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sordino.errors import SordinoError
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, row_sums
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -99,13 +102,19 @@ def squares(parts: Factors) -> Tensor:
     at most (128 + 1) u of itself, and each square by the smallest normal number. (128 + 8) eps of the sum is added,
     which is twice that. The remainder exceeds what float64 loses.
     """
+    if by_kernel(parts.a):
+        _check(parts)
+    return _squares(parts)
+
+
+def _squares(parts: Factors) -> Tensor:
     a, g = parts[:2]
     n, _, outputs = g.shape
     if by_kernel(a):
         rows, columns = _tile(outputs), _tile(parts.inputs)
         tiles = -(-outputs // rows) * -(-parts.inputs // columns)
         found = torch.empty(n, tiles, dtype=torch.float64, device=a.device)
-        terms = min(FLOAT32_TERMS, max(1, n * tiles // PROGRAMS))
+        terms = min(FLOAT32_TERMS // 4, max(1, n * tiles // PROGRAMS))
         _launch(parts, found, found, 1, terms, total=False)
         total = found.sum(1)
     else:
@@ -115,12 +124,13 @@ def squares(parts: Factors) -> Tensor:
     return total * (1 + (TILE + 8) * about.eps) + outputs * parts.inputs * about.tiny
 
 
-def sums(parts: Factors, factor: Tensor) -> Tensor:
+def sums(parts: Factors, factor: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum of f_j G_j over the examples of each group in float64: groups x (outputs times inputs).
 
     Args:
       parts: the factors of all groups, one after another.
       factor: groups x examples, in float32. Products with factor zero are left out, also those that are not finite.
+      out: where to write the sums.
 
     Returns:
       The sums. Inputs of a convolution are in the order of `prepare`: kernel entries, then channels.
@@ -130,12 +140,12 @@ def sums(parts: Factors, factor: Tensor) -> Tensor:
     if by_kernel(a):
         tiles = -(-outputs // _tile(outputs)) * -(-parts.inputs // _tile(parts.inputs))
         terms = FLOAT32_TERMS
-        while terms > 4 and groups * -(-n // terms) * tiles < PROGRAMS // 2:
+        while terms > 4 and groups * -(-n // terms) * tiles < PROGRAMS // 8:
             terms //= 2
         blocks = -(-n // terms)
         found = torch.empty(groups * blocks, outputs, parts.inputs, device=a.device)
         _launch(parts, factor.float().contiguous(), found, groups, terms, total=True)
-        return found.view(groups, blocks, -1).sum(1, dtype=torch.float64)
+        return torch.sum(found.view(groups, blocks, -1), 1, dtype=torch.float64, out=out)
     chunk = max(1, SMALL_NUMBERS // (groups * parts.inputs * outputs))
     chunk = chunk - chunk % FLOAT32_TERMS if chunk > FLOAT32_TERMS else chunk
     total = torch.zeros(groups, outputs * parts.inputs, dtype=torch.float64, device=a.device)
@@ -143,7 +153,46 @@ def sums(parts: Factors, factor: Tensor) -> Tensor:
         rows = torch.stack([_explicit(parts, slice(c * n + k.start, c * n + k.stop)) for c in range(groups)])
         rows = blank(rows.flatten(0, 1), (factor[:, k] != 0).flatten()).view(rows.shape)
         total += row_sums(factor[:, k].float(), rows)
-    return total
+    return total if out is None else out.copy_(total)
+
+
+def same_twice(parts: Factors) -> bool:
+    """Whether norms and sums of layers of this shape are those of the same float32 matrices.
+
+    Two made-up examples whose terms cancel exactly: each position reads the same a, and the second half of g is the
+    first in another order, with the opposite sign. The product is then rounding error alone, which depends on the order
+    of additions. Norms agree only if both calls add in the same order.
+    """
+    generator = torch.Generator().manual_seed(0)
+    _, positions, outputs = parts.g.shape
+    read, half = torch.randn(2, *parts.a.shape[1:][-1:], generator=generator), positions // 2
+    a = read.view(2, *[1] * (parts.a.dim() - 2), -1).expand(2, *parts.a.shape[1:])
+    first = torch.randn(2, half, outputs, generator=generator) * 8 ** torch.randn(2, half, 1, generator=generator)
+    rest = torch.zeros(2, positions - 2 * half, outputs)
+    g = torch.cat([first, -first[:, torch.randperm(half, generator=generator)], rest], 1)
+    made = parts._replace(**{key: t.contiguous().to(parts.g) for key, t in (("a", a), ("g", g))})
+    summed = torch.cat([sums(made, row.view(1, 2)) for row in torch.eye(2, device=parts.g.device)])
+    norms, bounds = summed.square().sum(1), _squares(made)
+    floor = 2 * outputs * parts.inputs * torch.finfo(torch.float32).tiny
+    return bool(((norms <= bounds) & (bounds <= norms * (1 + 2 * (TILE + 8) * 2.0**-23) + floor)).all())
+
+
+_checked: set[Hashable] = set()
+
+
+def _check(parts: Factors) -> None:
+    key = (parts.a.device, parts.g.dtype, parts.a.shape[1:], parts.g.shape[1:], *parts[2:])
+    if key in _checked:
+        return
+    where = f"a layer of {parts.inputs} inputs, {parts.g.shape[-1]} outputs and {parts.g.shape[1]} positions"
+    if parts.a.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise SordinoError(f"capture: {where} has not been checked; compute one sum before the CUDA graph is captured.")
+    if not same_twice(parts):
+        raise SordinoError(
+            f"autocast: this GPU computes the gradient of {where} in another order for its norm than for the sum, so "
+            "no clip is proved; use autocast=None."
+        )
+    _checked.add(key)
 
 
 def weight_of(module: nn.Module, total: Tensor) -> Tensor:
@@ -151,6 +200,7 @@ def weight_of(module: nn.Module, total: Tensor) -> Tensor:
     if isinstance(module, nn.Linear):
         return total
     weight = module.weight
+    assert isinstance(weight, Tensor)
     outputs, channels, *kernel = weight.shape
     return total.view(len(total), outputs, *kernel, channels).movedim(-1, 2).flatten(1)
 
@@ -167,6 +217,22 @@ def _launch(parts: Factors, factor: Tensor, out: Tensor, groups: int, terms: int
     each = n // groups
     blocks = -(-each // terms)
     grid = (-(-outputs // rows) * -(-parts.inputs // columns), groups * blocks)
+    if _describable(parts):
+        a, g = (
+            outer_kernel.TensorDescriptor.from_tensor(t, [1, DEPTH, k])
+            for t, k in ((parts.a, columns), (parts.g, rows))
+        )
+        outer_kernel.described[grid](
+            *(a, g, factor, out, each, blocks, terms, parts.inputs, outputs),
+            SUM=total,
+            ROWS=rows,
+            COLUMNS=columns,
+            DEPTH=DEPTH,
+            STEPS=-(-positions // DEPTH),
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
+        return
     outer_kernel.products[grid](
         *(parts.a, parts.g, factor, out, each, blocks, terms, positions, parts.inputs, outputs),
         *(parts.a.stride(0), parts.width, parts.row_step, parts.column_step, parts.a_line),
@@ -179,6 +245,18 @@ def _launch(parts: Factors, factor: Tensor, out: Tensor, groups: int, terms: int
         num_warps=WARPS if rows * columns >= TILE * TILE // 2 else WARPS // 2,
         num_stages=STAGES,
     )
+
+
+def _describable(parts: Factors) -> bool:
+    """Whether the GPU's copy engine serves: a linear layer of whole tiles, on a GPU that has one."""
+    _, positions, outputs = parts.g.shape
+    whole = not parts.channels and positions >= 16 and outputs % TILE == 0 and parts.inputs % TILE == 0
+    return whole and _copy_engine(parts.a.device)
+
+
+@cache
+def _copy_engine(device: torch.device) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _slices(n: int, step: int) -> list[slice]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 
 
 @triton.jit
@@ -83,5 +84,51 @@ def products(
                 tl.store(out + example * tl.num_programs(0) + tile, tl.sum(rows, 0), mask=within < group_size)
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     if SUM:
+        there = out + block.to(tl.int64) * outputs * inputs + o.to(tl.int64)[:, None] * inputs + i[None, :]
+        tl.store(there, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
+
+
+@triton.jit
+def described(
+    a,
+    g,
+    factor,
+    out,
+    group_size,
+    blocks,
+    terms,
+    inputs,
+    outputs,
+    SUM: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    """`products` for a linear layer. a and g are descriptors of examples x positions x entries, which the GPU's copy
+    engine reads; it fills positions beyond the last with zeros.
+    """
+    tile, block = tl.program_id(0), tl.program_id(1)
+    across = tl.cdiv(inputs, COLUMNS)
+    row, column = (tile // across) * ROWS, (tile % across) * COLUMNS
+    group = block // blocks
+    first = (block % blocks) * terms
+    last = tl.minimum(first + terms, group_size)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for within in tl.range(first, last, flatten=True):
+        example = group * group_size + within
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for k in tl.range(0, STEPS):
+            left = g.load([example, k * DEPTH, row]).reshape(DEPTH, ROWS)
+            right = a.load([example, k * DEPTH, column]).reshape(DEPTH, COLUMNS)
+            acc = tl.dot(left.T, right, acc)
+        if SUM:
+            weight = tl.load(factor + example)
+            total += tl.where(weight != 0.0, acc * weight, 0.0)  # by selection: 0 * NaN is NaN
+        else:
+            rows = tl.sum(acc * acc, 1).to(tl.float64)
+            tl.store(out + example.to(tl.int64) * tl.num_programs(0) + tile, tl.sum(rows, 0))
+    if SUM:
+        o, i = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
         there = out + block.to(tl.int64) * outputs * inputs + o.to(tl.int64)[:, None] * inputs + i[None, :]
         tl.store(there, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])

@@ -47,7 +47,8 @@ class Use(NamedTuple):
     g: Tensor
     once: bool  # the parameters have no other use
     parts: outer.Factors | None = None  # a and g as `outer` reads them
-    more: tuple[Tensor, ...] = ()  # what the rule of a `taped` module needs besides
+    more: tuple[Tensor, ...] = ()  # what the rule of a `taped` module needs besides; the bias's gradient, with `parts`
+    done: bool = False  # g is the gradient of the one named parameter for each example
 
 
 def trained(parameter: object) -> bool:
@@ -164,8 +165,8 @@ def supported(module: nn.Module, *, spread: bool = False) -> list[str]:
 
     Args:
       module: the module.
-      spread: parameters whose first axis has length 1 may be spread over examples. Whether the module reads them so must
-        be checked (`probe.agrees`).
+      spread: parameters whose first axis has length 1 may be spread over examples. Whether the module reads them so
+        must be checked (`probe.agrees`).
     """
     odd = []
     for name, part in module.named_modules():
@@ -268,7 +269,7 @@ class Tape:
                 found = torch.autograd.grad(total, leaves, allow_unused=True)[len(self.leaves) :]
             for (part, key, name, _), g in zip(self.spread, found, strict=True):
                 if g is not None:
-                    self.visit(Use(part, {key: name}, g, g, False))
+                    self.visit(Use(part, {key: name}, g, g, False, done=True))
 
 
 _running = threading.local()
@@ -364,11 +365,14 @@ def half(use: Use, n: int) -> bool:
 
 def prepared(use: Use, n: int) -> Use:
     """A use whose gradient is summed later, in the form in which it is stored until then."""
+    if use.parts is not None:
+        return use
     if tokens(use, n):
         return compact(use, n)
     if not single(use, n) and outer.serves(use.module, use.g):
         parts = outer.prepare(use.module, use.a, use.g, n)
-        return use._replace(a=parts.a, g=parts.g, parts=parts)
+        more = (parts.g.sum(1, dtype=torch.float32),) if "bias" in use.names else ()
+        return use._replace(a=parts.a, g=parts.g, parts=parts, more=more)
     return use
 
 
@@ -485,7 +489,7 @@ def token_sums(use: Use, factor: Tensor) -> Tensor:
     token, so a number passes at most FLOAT64_TERMS additions before the sum of these examples is added: see
     `arithmetic.in_chunks`.
     """
-    (groups, n), (words, width) = factor.shape, use.module.weight.shape  # type: ignore[union-attr, misc]
+    (groups, n), (words, width) = factor.shape, use.module.weight.shape  # type: ignore[misc]
     ids, rows = use.a.view(groups, n, -1), use.g.view(groups, n, -1, width)
     total = torch.zeros(groups, words * width, dtype=torch.float64, device=rows.device)
     start = words * torch.arange(groups, device=ids.device).view(-1, 1, 1)
@@ -549,8 +553,8 @@ def bound(rows: Tensor) -> Tensor:
 
 
 def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
-    """The gradients of single examples by the layer's rule; those of a spread parameter are known."""
-    if type(use.module) not in RULES:
+    """The gradients of single examples by the layer's rule, unless they are known."""
+    if use.done:
         return [(next(iter(use.names)), use.g)]
     if use.more:
         use.module.factors = use.more  # type: ignore[assignment]
@@ -588,7 +592,7 @@ def norms_first(
       owned: the modules that own the parameters, if known.
       apart: selects the uses of which only the norm is computed.
       room: tensors of zeros into which the rules of `taped` modules write their gradients.
-      run: runs the pass, with the arguments of `sweep`; by default `sweep`.
+      run: runs the pass, with the arguments of `sweep` and `apart`; by default `sweep` does.
 
     Returns:
       Norms and gradients.
@@ -600,10 +604,10 @@ def norms_first(
         result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
 
     def visit(use: Use) -> None:
-        if apart(use, n):
+        if not use.done and (use.parts is not None or apart(use, n)):
             use = prepared(use, n)
-            if use.parts is not None and "bias" in use.names:
-                gather(use.names["bias"], use.g.sum(1, dtype=torch.float32))
+            if use.parts is not None and use.more:
+                gather(use.names["bias"], use.more[0])
             result.squares.add_(squares(use, n))
             result.later.append(use)
             return
@@ -620,7 +624,11 @@ def norms_first(
             else:
                 gather(name, part)
 
-    (run or sweep)(module, params, x, y, loss, visit, owners(module, params) if owned is None else owned)
+    owned = owners(module, params) if owned is None else owned
+    if run is None:
+        sweep(module, params, x, y, loss, visit, owned)
+    else:
+        run(module, params, x, y, loss, visit, owned, apart)
     return result
 
 

@@ -25,7 +25,8 @@ from sordino.models.cuda_graphs import GraphCache
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
 
 MODES = ("auto", "tape", "two-pass", "vmap")
-CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**33}  # gradients and activations of one chunk
+CPU_CHUNK_BYTES = 2**29  # gradients and activations of one chunk
+DEVICE_SHARE = 4  # a chunk takes at most this part of an accelerator's memory: one of so many
 CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
 ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
@@ -143,7 +144,9 @@ class TorchModel:
         self._passes = Passes() if compile else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
-        self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(self, owned, ruled=not odd)
+        self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
+            self, owned, ruled=not odd
+        )
         if self.outputs < 2:
             raise SordinoError(
                 f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "
@@ -168,6 +171,11 @@ class TorchModel:
                     f"module: the gradient of single examples of {', '.join(odd) or 'it'} cannot be computed. "
                     f"{NO_GRADIENTS}"
                 )
+        if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
+            raise SordinoError(
+                f"autocast: torch.func ('vmap') cannot compute gradients in {str(autocast).removeprefix('torch.')} of "
+                f"this module ({', '.join(odd) or 'no rule fits it'}); use float32, or freeze these parameters."
+            )
         # Up to so many records per group, groups with different thetas go through torch.func together.
         self.vmap_records = 0
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
@@ -280,7 +288,7 @@ class TorchModel:
         def add(k: slice, into: Tensor, j: slice) -> None:
             rows = Shard(x[k, j], y[k, j], mask[k, j], None, per_person)
             each = None if scale is None else scale[k]
-            self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count)
+            self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count, j.start == 0)
 
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
@@ -297,8 +305,12 @@ class TorchModel:
         clip: float,
         scale: Tensor | None,
         count: bool = False,
+        fresh: bool = False,
     ) -> None:
-        """Add the clipped gradients of groups x records, which fit into memory, to the total of each group."""
+        """Add the clipped gradients of groups x records, which fit into memory, to the total of each group.
+
+        A total that is `fresh` is zero; sums may then be written to it directly.
+        """
         x, y, mask, _, per_person = shard
         (groups, n), later, lean = mask.shape, list[Use](), (x.is_cuda or self._lean) and per_person == 1
         squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
@@ -308,7 +320,7 @@ class TorchModel:
         else:
             here, room = self._on(theta, training=self._train), dict[str, Tensor]()
             kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
-            apart = per_example.short if mode == "two-pass" else per_example.never
+            apart: Callable[[Use, int], bool] = per_example.short if mode == "two-pass" else per_example.never
             if lean and scale is None:
                 apart = self._apart(x) if mode == "tape" else apart
                 gathered, room = here.room.make(groups * n, x, kind)
@@ -346,14 +358,35 @@ class TorchModel:
             part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
             summand = row_sums(factor.to(part.dtype), part.view(groups, n, -1))
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
-            total[:, where] += summand[:, :width]
+            _add_to(total, where, summand[:, :width])
         for use in later:
+            place = self._span(use) if fresh and groups == 1 else None
+            if use.parts is not None and place is not None:
+                outer.sums(use.parts, factor, out=total[:, place])
+                continue
             for name, summand in per_example.total(use, factor):
-                total[:, self._where((name,), x)] += summand
+                _add_to(total, self._where((name,), x), summand)
 
     def _apart(self, like: Tensor) -> Callable[[Use, int], bool]:
         """Which gradients are not stored in mode `tape`."""
         return per_example.half if self.autocast is not None and outer.pays(like) else per_example.light
+
+    def _serves_half(self, like: Tensor) -> bool:
+        """Whether a sum over two rows runs in the type of autocast."""
+        x, y = torch.ones(2, self.features, device=like.device), torch.zeros(2, dtype=torch.long, device=like.device)
+        try:
+            with torch.random.fork_rng([like.device] if like.is_cuda else []):
+                self.clipped_sum(self.init().to(like.device), Shard(x, y, torch.ones(2, device=like.device)), 1.0)
+        except RuntimeError:
+            return False
+        return True
+
+    def _span(self, use: Use) -> slice | None:
+        """The columns of a use whose sum has the order of its weight."""
+        if use.parts is None or use.parts.channels:
+            return None
+        place = self._where((use.names["weight"],), use.g)
+        return place if isinstance(place, slice) else None
 
     def _by_vmap(self, theta: Tensor, x: Tensor, y: Tensor) -> dict[str, Tensor]:
         module = self._on(theta, training=self._train).module
@@ -401,7 +434,7 @@ class TorchModel:
         if mode == "tape" and self._apart(theta) is per_example.half:
             held = self._lasting
         each = theta.element_size() * (self._rest + held)
-        fit = CHUNK_BYTES.get(theta.device.type, CHUNK_BYTES["cpu"]) // each
+        fit = _chunk_bytes(theta.device) // each
         return max(1, min(fit, MAX_CHUNK_EXAMPLES if theta.is_cuda else CPU_CHUNK_EXAMPLES))
 
     def _on(self, theta: Tensor, *, training: bool) -> Place:
@@ -479,6 +512,12 @@ class TorchModel:
         return torch.cat([weight, r], 1) if "bias" in names else weight
 
 
+def _chunk_bytes(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CHUNK_BYTES
+    return int(torch.cuda.get_device_properties(device).total_memory) // DEVICE_SHARE
+
+
 def parts(n: int, step: int) -> Iterator[slice]:
     """Slices of at most `step` of n rows."""
     return (slice(start, start + step) for start in range(0, n, step))
@@ -501,6 +540,13 @@ def _times(scale: Tensor, part: Tensor, n: int) -> Tensor:
     """Each row times the scale of its group."""
     rows = part[:, : scale.shape[1]].reshape(len(scale), n, scale.shape[1])
     return (rows * scale.unsqueeze(1)).flatten(0, 1)
+
+
+def _add_to(total: Tensor, where: slice | Tensor, summand: Tensor) -> None:
+    if isinstance(where, slice):
+        total[:, where].add_(summand)  # unlike +=, which copies the columns once more
+    else:
+        total.index_add_(1, where, summand)
 
 
 def _of_persons(part: Tensor, filled: Tensor) -> Tensor:

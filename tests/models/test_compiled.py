@@ -1,0 +1,76 @@
+"""Traced passes: the same uses as a pass that runs as it is."""
+
+import pytest
+import torch
+from torch import nn
+
+from sordino.core import Shard
+from sordino.models import compiled, outer, per_example
+from sordino.models.lora import adapt
+from sordino.models.torch_model import TorchModel
+from tests.models.test_outer import images, texts
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.query, self.classifier = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.classifier(self.query(x).tanh())
+
+
+def adapted():
+    return adapt(Adapted(), rank=2, dropout=0.0), (6,), torch.randn(12, 6)
+
+
+@pytest.fixture
+def traces(monkeypatch):
+    """Every sum goes through traces, which run as they are: compiling would take a minute."""
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph: graph)
+    passes, inner = compiled.Passes(), per_example.norms_first
+    monkeypatch.setattr(per_example, "norms_first", lambda *given, **named: inner(*given, **named | {"run": passes}))
+    return passes
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("make", [images, texts, adapted])
+def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
+    torch.manual_seed(0)
+    net, shape, x = make()
+    y = torch.arange(12) % 3
+    monkeypatch.setattr(outer, "pays", lambda t: True)
+    with monkeypatch.context() as without:
+        without.setattr(compiled.Passes, "__call__", lambda self, *given: per_example.sweep(*given[:7]))
+        flat = TorchModel(net, shape=shape, autocast=autocast)
+        theta = flat.init() + 0.01 * torch.randn(flat.size)
+        thetas = (theta, 1.1 * theta)
+        want = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3) for each in thetas]
+    have = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3) for each in thetas]
+    for a, b in zip(have, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3 if autocast else 1e-6, atol=1e-4 if autocast else 1e-7)
+    assert len(traces._known) == 1
+
+
+def test_a_shape_beyond_the_limit_runs_as_it_is(traces, monkeypatch):
+    monkeypatch.setattr(compiled, "MAX_TRACES", 1)
+    flat = TorchModel(nn.Linear(4, 3))
+    traces._known.clear()
+    for n in (3, 4, 5):
+        flat.clipped_sum(flat.init(), Shard(torch.randn(n, 4), torch.zeros(n).long(), torch.ones(n)), 1.0)
+    assert len(traces._known) == 1
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("make", [images, texts, adapted])
+def test_compiled_on_a_gpu(make):
+    torch.manual_seed(0)
+    net, shape, x = make()
+    shard = Shard(x.cuda(), (torch.arange(12) % 3).cuda(), torch.ones(12).cuda())
+    flat, fast = (TorchModel(net, shape=shape, autocast=torch.bfloat16, compile=on) for on in (False, True))
+    theta = flat.init().cuda()
+    want, have = (model.clipped_sum(theta, shard, 0.3) for model in (flat, fast))
+    assert fast._passes._known
+    assert (have - want).norm() < 0.02 * want.norm()
+    one = Shard(*(t[:1] for t in shard[:3]))
+    assert fast.clipped_sum(theta, one, 1e-3).norm() <= 1e-3
