@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from sordino import plugins
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
+from sordino.models import images
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.settings import Declared, declared, typed
 
@@ -29,6 +30,7 @@ BuiltModel: TypeAlias = "Linear | Hazards | Trees | TorchModel"
 # Models that learn the task of a schema; `auto` stands for the first.
 OF_TASKS = {"count": ("poisson", "trees"), "survival": ("hazards",)}
 LEAST_PREVALENCE = 1e-5  # of a class
+MOST_SIDE = 1024  # pixels that images are resized to
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -267,27 +269,50 @@ register(
 # ----------------------------------------------------------------------------------------------------------- networks
 
 
-def _net(name: str, features: int, classes: int, *, seed: int = 0) -> TorchModel:
+def _mlp(features: int, classes: int, *, seed: int = 0) -> TorchModel:
     from sordino.models import nets
 
+    _needs_classes("mlp", classes)
+    return nets.build("mlp", features, classes, seed=seed)
+
+
+def _image_net(
+    name: str,
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    image: str | None = None,
+    side: int | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> TorchModel:
+    from sordino.models import nets
+    from sordino.models.pixels import Pixels
+
     _needs_classes(name, classes)
-    if name != "mlp" and features not in nets.IMAGE_SHAPES:
+    shape = image or images.usual(features)
+    if shape is None:
         raise SordinoError(
-            f"model: {name} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
-            "Use mlp, or a linear model."
+            f"image: {name} reads images, and rows of {features:,} numbers are laid out in no known way (8 x 8, 28 x "
+            f"28 and 32 x 32 x 3 are); {images.HOW}, or use mlp or a linear model."
         )
-    return nets.build(name, features, classes, seed=seed)
+    if side is not None and not 1 <= side <= MOST_SIDE:
+        raise SordinoError(f"side: {side} must lie between 1 and {MOST_SIDE} pixels.")
+    found = images.fitting(name, shape, features)
+    how = images.normalisation(found.channels, mean, std, images.Normalisation((0.0,), (1.0,)))
+    return nets.build(name, features, classes, seed=seed, pixels=Pixels(found, found.channels, side, how))
 
 
-register("mlp", ModelEntry(partial(_net, "mlp"), "one hidden layer of 64 units"))
-register("cnn", ModelEntry(partial(_net, "cnn"), "two convolutions and two linear layers", "image"))
-register("resnet18-gn", ModelEntry(partial(_net, "resnet18-gn"), "ResNet-18 with group norm", "image"))
+register("mlp", ModelEntry(_mlp, "one hidden layer of 64 units"))
+register("cnn", ModelEntry(partial(_image_net, "cnn"), "two convolutions and two linear layers", "image"))
+register("resnet18-gn", ModelEntry(partial(_image_net, "resnet18-gn"), "ResNet-18 with group norm", "image"))
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def _transformer(
+def _text_transformer(
     name: str,
     features: int,
     classes: int,
@@ -302,26 +327,38 @@ def _transformer(
     from sordino.models import transformers
 
     _needs_classes(name, classes)
-    model = transformers.build(
-        name,
-        classes=classes,
-        weights=weights,
-        rank=lora_rank,
-        alpha=lora_alpha,
-        dropout=lora_dropout,
-        length=features,
-        seed=seed,
-        autocast=autocast,
-    )
-    model.shaped(torch.zeros(1, features))  # raises if rows have another width
-    return model
+    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, length=features, **how)
+
+
+def _image_transformer(
+    name: str,
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    weights: str | None = None,
+    lora_rank: int = 16,
+    lora_alpha: float = 32.0,
+    lora_dropout: float = 0.1,
+    image: str | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> TorchModel:
+    _needs_classes(name, classes)
+    images.fitting(name, image, features)  # before weights are loaded
+    from sordino.models import transformers
+
+    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, image=image, mean=mean, std=std, **how)
 
 
 for _name, _kind in TRANSFORMERS.items():
     register(
         _name,
         ModelEntry(
-            partial(_transformer, _name),
+            partial(_text_transformer if _kind.text else _image_transformer, _name),
             f"{_kind.model} with low-rank adapters",
             "text" if _kind.text else "image",
             shared_batch=True,
