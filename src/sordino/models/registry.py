@@ -71,19 +71,27 @@ def register(name: str, entry: ModelEntry) -> None:
 
 
 def entry(name: str) -> ModelEntry:
-    """The model `name`, of this package or of another one by the entry point `sordino.models` (`sordino.plugins`)."""
+    """The model `name`, of this package, of another one by the entry point `sordino.models`, or of the user's own code
+    (`sordino.plugins`)."""
     if name in REGISTRY:
         return REGISTRY[name]
-    others = plugins.found(plugins.MODELS)
-    if name not in others:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
-    loaded = others[name].load()
-    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {others[name].about}")
+    plugin = plugin_of(name)
+    if plugin is None and plugins.OWN_MODEL.fullmatch(name):
+        raise SordinoError(
+            f"model: '{name}' is somebody's own code, of which no passed check is on record here; read it, and then "
+            f"run `sordino check {name}`."
+        )
+    if plugin is None:
+        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *plugins.found(plugins.MODELS)])}")
+    loaded = plugin.load()
+    if not isinstance(loaded, ModelEntry) and not callable(loaded):
+        raise SordinoError(f"model: '{name}' is a {type(loaded).__name__}; name a function that builds a module.")
+    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
 
 
 def plugin_of(name: str) -> plugins.Plugin | None:
-    """The package that brings the model; None for this one."""
-    return None if name in REGISTRY else plugins.found(plugins.MODELS).get(name)
+    """The package, or the user's own code, that brings the model; None for this package."""
+    return None if name in REGISTRY else plugins.found(plugins.MODELS).get(name) or plugins.own_model(name)
 
 
 def build(
@@ -119,22 +127,38 @@ def build(
     decided = {"seed": seed, "autocast": autocast}
     make = partial(registered.factory, features, classes, **options)
     make = partial(make, **{key: value for key, value in decided.items() if key in registered.accepts})
-    return make() if name in REGISTRY else _external(name, make)
+    return make() if name in REGISTRY else _external(name, features, make, seed)
 
 
-def _external(name: str, make: Callable[[], Any]) -> BuiltModel:
-    """A model from outside, which must be of a class whose clipped sums are proved."""
+def _external(name: str, features: int, make: Callable[[], Any], seed: int) -> BuiltModel:
+    """A model from outside, which must be of a class whose clipped sums are proved, or a module, which becomes one.
+
+    The first parameters follow from the public seed, whether or not the factory takes one.
+    """
     from sordino.models.linear import Linear
     from sordino.models.torch_model import TorchModel
 
     try:
-        model = make()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make()
     except SordinoError:
         raise
     except Exception as error:
         raise SordinoError(f"model: '{name}' cannot be built ({type(error).__name__}: {error}).") from error
+    model, shape = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if isinstance(model, torch.nn.Module):
+        model = TorchModel(model, shape=shape if shape is None else tuple(shape))
     if type(model) not in (Linear, TorchModel):
-        raise SordinoError(f"model: '{name}' builds a {type(model).__name__}; build a Linear or a TorchModel.")
+        raise SordinoError(
+            f"model: '{name}' builds a {type(model).__name__}; return a torch.nn.Module, or a pair of it and the shape "
+            "of a record, as in (module, (1, 28, 28))."
+        )
+    if model.features != features:
+        raise SordinoError(
+            f"model: '{name}' reads rows of {model.features:,} numbers, but these have {features:,}; build it from "
+            "its first argument."
+        )
     return cast("Linear | TorchModel", model)
 
 
