@@ -161,7 +161,7 @@ def test_a_federation_of_persons_is_evaluated_and_may_draw_their_records(tiny, t
 
 
 @pytest.mark.parametrize(
-    ("method", "rounds", "keys"), [("auto", 6, {"calibrate": 0.1}), ("dp-fedadam", 3, {"batch": "poisson:8"})]
+    ("method", "rounds", "keys"), [("auto", 8, {"calibrate": 0.1}), ("dp-fedadam", 3, {"batch": "poisson:8"})]
 )
 def test_persons_under_masks_with_a_covariance_a_calibration_and_minibatches(tiny, method, rounds, keys):
     federation = tables(tiny(method, "secure-aggregation", rounds, **keys))
