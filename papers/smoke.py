@@ -168,13 +168,11 @@ def _weights(place: Path) -> None:
 
     from sordino.models.transformers import library
 
-    hub, small = (
-        library(),
-        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
-    )
+    hub = library()
+    small = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     swin = {"image_size": 32, "patch_size": 4, "window_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2]}
     words = ("<s>", "<pad>", "</s>", "<unk>", "a", "fine", "film")
-    made = {
+    made: dict[str, Callable[[], Any]] = {
         "vit-base": lambda: hub.ViTForImageClassification(hub.ViTConfig(image_size=16, patch_size=8, **small)),
         "swin-tiny": lambda: hub.SwinForImageClassification(hub.SwinConfig(**swin)),
         "swin-base": lambda: hub.SwinForImageClassification(hub.SwinConfig(**swin)),

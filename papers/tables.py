@@ -94,9 +94,9 @@ class TableRequest:
     clients: tuple[int, ...] | None = None  # of tables that vary them
     device: str = "cpu"
     settings: str | None = None  # a file; the table's own
+    tick: Tick = lambda runs: None
     rounds: int | None = None  # of every run; the table's own
     most_settings: int | None = None  # of a grid that are tried; all
-    tick: Tick = lambda runs: None
 
     @cached_property
     def source(self) -> str:
