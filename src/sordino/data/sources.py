@@ -7,7 +7,7 @@ and lets it shape the features.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +16,18 @@ import numpy as np
 from sordino.data import catalog, tables
 from sordino.data.arrays import by_public_classes, check_features, check_same_length, encode_labels, quantities
 from sordino.data.preprocess import preprocess, read_public_statistics, scaler
-from sordino.data.readers import Raw, reader_of, suffixes
+from sordino.data.readers import Raw, read_texts, reader_of, suffixes
 from sordino.data.schema import Schema
 from sordino.data.splits import generator, hold_out, hold_out_clients, hold_out_persons
 from sordino.data.synthetic import BUILT_IN, digits, synthetic
 from sordino.errors import SordinoError, nearest
+
+
+class TextColumn(NamedTuple):
+    """A column of text, and how its strings become numbers: each by itself, and by public rules."""
+
+    name: str
+    encode: Callable[[Sequence[str]], np.ndarray]  # (n strings) -> n rows of token ids
 
 
 class Dataset(NamedTuple):
@@ -40,6 +47,7 @@ class Dataset(NamedTuple):
         person: Whom each training record is about, as numbers; None where the source does not say.
         person_test: Whom each test record is about; None where nothing says.
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
+        shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
 
     Example:
         >>> import sordino as so
@@ -61,6 +69,7 @@ class Dataset(NamedTuple):
     person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
     person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
     weight: np.ndarray | None = None  # factors in [0, 1] on the terms of training records; None where all count fully
+    shape: tuple[int, ...] = ()  # of one record as the source has it; empty where records are plain rows
 
     @property
     def unit(self) -> float:
@@ -88,6 +97,7 @@ def load(
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
     schema: Schema | None = None,
+    text: TextColumn | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
@@ -109,6 +119,7 @@ def load(
         they are quantities.
       whole_clients: hold out all records of some clients, and none of the others.
       schema: what the columns of a table mean; it names label, clients and classes, and encodes each record by itself.
+      text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
     Returns:
       The records, with their labels as class indices.
@@ -126,13 +137,16 @@ def load(
             f"test_fraction: {test_fraction:g} must lie above 0 and below 1. It cannot be 0, because every run scores "
             "its model on records that it set aside; 0.2 is usual, and 0.01 sets aside one record in a hundred."
         )
-    if schema is None:
+    if text is not None:
+        raw = _read_by_text(str(source), text, label, client, person, schema, normalize)
+    elif schema is None:
         raw = _read(str(source), label, client, person, test_fraction, seed, data_dir)
     else:
         raw = _read_by_schema(str(source), schema, label)
         classes = schema.classes
         raw = raw._replace(y=schema.to_model(raw.y))
 
+    shape = raw.shape or (raw.x.shape[1:] if raw.x.ndim > 2 else ())
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
     check_same_length(x, "x", raw.y, "y")
@@ -169,6 +183,8 @@ def load(
     else:
         x_test = check_features(x_test, "x_test", raw.features)
         check_same_length(x_test, "x_test", y_test, "y_test")
+        if raw.x_test is not None and raw.x_test.ndim > 2 and shape and raw.x_test.shape[1:] != shape:
+            raise SordinoError(f"x_test: records of shape {raw.x_test.shape[1:]}, but x_train has {shape}.")
         if x.shape[1] != x_test.shape[1]:
             raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
     if classes is None and found and len(np.unique(y)) < 2:
@@ -180,7 +196,10 @@ def load(
     x = preprocess(x, public, normalize)
     x_test = preprocess(x_test, public, normalize)
     names = tuple(raw.features or ())
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test)
+    return Dataset(
+        *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),
+        shape=shape,
+    )
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
@@ -278,10 +297,10 @@ def encode_file(source: str, schema: Schema) -> np.ndarray:
     return schema.open(_table_path(source), target=False).x
 
 
-def _table_path(source: str) -> Path:
+def _table_path(source: str, field: str = "schema") -> Path:
     path = Path(source).expanduser()
     if tables.suffix_of(path) not in tables.SUFFIXES:
-        raise SordinoError(f"schema: '{source}' is no table; a schema describes {', '.join(tables.SUFFIXES)} files.")
+        raise SordinoError(f"{field}: '{source}' is no table; a {field} describes {', '.join(tables.SUFFIXES)} files.")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return path
@@ -293,6 +312,25 @@ def _read_by_schema(source: str, schema: Schema, label: str | None) -> Raw:
         raise SordinoError(f"label: the schema's target is '{schema.target.column}', not '{label}'; leave label out.")
     x, y, site, who = schema.open(path)
     return Raw(x, np.asarray(y), site, None, None, schema.classes or None, schema.features, who)
+
+
+def _read_by_text(
+    source: str,
+    text: TextColumn,
+    label: str | None,
+    client: str | None,
+    person: str | None,
+    schema: Schema | None,
+    normalize: str,
+) -> Raw:
+    if schema is not None:
+        raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
+    if normalize != "none":
+        raise SordinoError(
+            f"normalize: {normalize}, but the features are token ids, which are no amounts; leave it out."
+        )
+    raw = read_texts(_table_path(source, "text"), text.name, label, client, person)
+    return raw._replace(x=text.encode(raw.x.tolist()))
 
 
 def _name(source: str) -> str:
@@ -319,7 +357,9 @@ def _read(
         if source in catalog.NAMES:
             published = catalog.read(source, data_dir)
             x, x_test = catalog.flat(published.x_train), catalog.flat(published.x_test)
-            return Raw(x, published.y_train, None, x_test, published.y_test, published.classes)
+            whole = published.x_train.shape[1:]
+            shape = whole if len(whole) > 1 else ()
+            return Raw(x, published.y_train, None, x_test, published.y_test, published.classes, shape=shape)
         if word == "synthetic":
             return synthetic(source, test_fraction, seed)
         if source == "digits":

@@ -170,7 +170,7 @@ def same_twice(parts: Factors) -> bool:
     first = torch.randn(2, half, outputs, generator=generator) * 8 ** torch.randn(2, half, 1, generator=generator)
     rest = torch.zeros(2, positions - 2 * half, outputs)
     g = torch.cat([first, -first[:, torch.randperm(half, generator=generator)], rest], 1)
-    made = parts._replace(**{key: t.contiguous().to(parts.g) for key, t in (("a", a), ("g", g))})
+    made = parts._replace(a=a.contiguous().to(parts.g), g=g.to(parts.g))
     summed = torch.cat([sums(made, row.view(1, 2)) for row in torch.eye(2, device=parts.g.device)])
     norms, bounds = summed.square().sum(1), _squares(made)
     floor = 2 * outputs * parts.inputs * torch.finfo(torch.float32).tiny

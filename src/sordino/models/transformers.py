@@ -1,7 +1,7 @@
 """Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa and MiniLM.
 
-They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image, one channel
-after another (channels, height, width), or token ids as exact float32 numbers.
+They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image (`images`
+says how rows of pixels are laid out), or token ids as exact float32 numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, nearest
+from sordino.models.images import layout, normalisation
 from sordino.models.lora import adapt, module_of
+from sordino.models.pixels import Pixels
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks
@@ -28,15 +30,15 @@ SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
 
 
 class Rows(nn.Module):
-    """Logits of rows, from a model of images or of token ids."""
+    """Logits of rows, from a model of images or of token ids. `pixels` turns rows into images."""
 
-    def __init__(self, network: nn.Module, pad: int | None = None) -> None:
+    def __init__(self, network: nn.Module, pad: int | None = None, pixels: Pixels | None = None) -> None:
         super().__init__()
-        self.network, self.pad = network, pad
+        self.network, self.pad, self.pixels = network, pad, pixels
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pad is None:
-            return _logits(self.network(x))
+            return _logits(self.network(x if self.pixels is None else self.pixels(x)))
         ids = x.long()
         return _logits(self.network(input_ids=ids, attention_mask=additive(ids != self.pad, x.dtype)))
 
@@ -89,6 +91,9 @@ def build(
     alpha: float = 32.0,
     dropout: float = 0.1,
     length: int = 128,
+    image: str | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
     seed: int = 0,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -111,6 +116,11 @@ def build(
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs.
       length: of rows of tokens.
+      image: the shape of the images in rows, such as "32x32x3" or "3x32x32": they are transposed, resized and
+        normalised. None: rows are images as the network reads them, channels first and normalised already.
+      mean: of pixels in [0, 1], per channel; by default that of the folder's preprocessor_config.json, or as
+        published.
+      std: the same.
       seed: of the head, of the adapters, and of random weights.
       autocast: bfloat16 or float16. Frozen matrices are then stored in this type, so that autocast need not convert
         them at every step.
@@ -133,14 +143,23 @@ def build(
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
     adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=head, seed=seed)
     about: Any = network.config
-    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None)
+    pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
+    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
+    if name == "sequence-lora":
+        _check_mask(module, length)
     trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
     blocks = transformer_blocks(trained, head_counts(about))
+    if TRANSFORMERS[name].text and about.pad_token_id is None:
+        raise SordinoError(
+            f"weights: the configuration of '{weights}' has no pad_token_id, and texts are padded; set it."
+        )
     if TRANSFORMERS[name].text:
         longest = about.max_position_embeddings - (about.pad_token_id + 1 if "Roberta" in type(network).__name__ else 0)
         if not 1 <= length <= longest:
             raise SordinoError(f"length: {length} must lie between 1 and {longest}, the positions of the model.")
         shape: tuple[int, ...] = (length,)
+    elif pixels is not None:
+        shape = pixels.shape
     else:
         shape = (about.num_channels, about.image_size, about.image_size)
     flat = TorchModel(
@@ -159,18 +178,60 @@ def build(
     return flat
 
 
+def _check_mask(module: Rows, length: int) -> None:
+    """Refuse a classifier that reads padding otherwise than an encoder, such as one that reads tokens in order."""
+    pad = module.pad
+    if pad is None:
+        return
+    ids = torch.arange(2, 2 + 2 * length).reshape(2, length) % 8
+    ids = torch.where(ids == pad, ids + 1, ids)
+    ids[1, length // 2 :] = pad
+    device = next(module.parameters()).device
+    try:
+        with torch.no_grad():
+            module.eval()
+            ours = module(ids.to(device).float())
+            theirs = _logits(module.network(input_ids=ids.to(device), attention_mask=(ids != pad).long().to(device)))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SordinoError(f"weights: the classifier fails on rows of tokens ({error}).") from error
+    if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
+        raise SordinoError(
+            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, ELECTRA "
+            "and the like); models that read tokens in order are not served as classifiers, but see causal.build."
+        )
+
+
+def _pixels(
+    name: str,
+    about: Any,
+    weights: str | Path | None,
+    image: str | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> Pixels | None:
+    """How rows become images of the network; None where they are such images already."""
+    published = TRANSFORMERS[name].pixels
+    if image is None:
+        if mean is not None or std is not None:
+            raise SordinoError("mean, std: they change images of a known shape; write image = 32x32x3 too.")
+        return None
+    assert published is not None
+    how = normalisation(about.num_channels, mean, std, published, weights)
+    return Pixels(layout(image), about.num_channels, about.image_size, how)
+
+
 def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: int = 0, **config: Any) -> nn.Module:
     """The same model without adapters, for PEFT's files."""
     if name not in TRANSFORMERS:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, TRANSFORMERS)}")
-    architecture, library = TRANSFORMERS[name], _library()
-    make = getattr(library, architecture.model)
+    architecture, hub = TRANSFORMERS[name], library()
+    make = getattr(hub, architecture.model)
     fused = {"attn_implementation": "sdpa"} if getattr(make, "_supports_sdpa", False) else {}
     settings = architecture.sizes | {"num_labels": classes} | fused | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "minilm-lora":
-            bert = make(library.BertConfig(**settings), add_pooling_layer=False)
+            bert = make(hub.BertConfig(**settings), add_pooling_layer=False)
             network = MiniLM(bert, classes)
             network.config = bert.config
             state = _minilm(weights, random=bool(config))
@@ -178,23 +239,53 @@ def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: i
                 _load(bert, state)
             return network
         if weights is not None:
-            folder = Path(weights).expanduser()
-            if not folder.is_dir():
-                raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
-            loaded: nn.Module = make.from_pretrained(
-                folder, local_files_only=True, ignore_mismatched_sizes=True, **({"num_labels": classes} | config)
+            return loaded(make, weights, num_labels=classes, **config)
+        if not architecture.sizes:
+            raise SordinoError(
+                f"weights: {name} is whatever classifier a folder holds; name one that save_pretrained wrote."
             )
-            return loaded
         warnings.warn(
             f"{name}: its weights are random, because `weights=` names no folder of published ones; "
             "this serves to measure speed, not to learn.",
             stacklevel=3,
         )
-        network_with_head: nn.Module = make(getattr(library, architecture.config)(**settings))
+        network_with_head: nn.Module = make(getattr(hub, architecture.config)(**settings))
         return network_with_head
 
 
-def _library() -> Any:
+def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
+    """A model from a folder that `save_pretrained` wrote. Nothing is downloaded, and no code of the folder runs.
+
+    Args:
+      make: a class of `transformers` with `from_pretrained`.
+      weights: the folder.
+      config: changes to its configuration.
+
+    Returns:
+      The model.
+
+    Raises:
+      SordinoError: there is no such folder, or it holds another kind of model.
+    """
+    folder = Path(weights).expanduser()
+    if not folder.is_dir():
+        raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
+    try:
+        module: nn.Module = make.from_pretrained(
+            folder, local_files_only=True, ignore_mismatched_sizes=True, trust_remote_code=False, **config
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise SordinoError(f"weights: '{folder}' holds no {make.__name__} ({first}).") from error
+    return module
+
+
+def library() -> Any:
+    """The package `transformers`, imported.
+
+    Raises:
+      SordinoError: it is not installed.
+    """
     try:
         import transformers
     except ImportError:

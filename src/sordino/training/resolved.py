@@ -29,7 +29,8 @@ from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.tally import after_tally
 from sordino.methods.uncertainty import UNCERTAINTY_ROUNDS, with_uncertainty
-from sordino.models import registry
+from sordino.models import images, registry
+from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.mechanisms.quantization import Answer, Integers
@@ -56,6 +57,7 @@ class DataSource(NamedTuple):
     name: str  # a data set's name, or a file's whole path
     folder: str | None  # where published data sets are looked for first
     label: str | None
+    text: str | None  # the column of text; None where features are numbers
     test_fraction: float
     split_seed: int
     schema: Schema | None
@@ -221,10 +223,11 @@ class ResolvedSpec:
             )
         self._check_expansion(features)
         reads_text = self.model.entry.reads == "text"
-        tokens = elsewhere or self.source.name.endswith(".npz")
+        tokens = elsewhere or self.source.text is not None or self.source.name.endswith(".npz")
         if reads_text and self.source.name not in glue.TASKS and not tokens:
             raise SordinoError(
-                f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
+                f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}, or a table whose column --text "
+                f"names), not '{self.source.name}'; use mlp."
             )
         from sordino.data.records import check_serves
         from sordino.engines.preconditions import check_kinds
@@ -305,10 +308,45 @@ class ResolvedSpec:
         model = self.model._replace(options=_with_prevalence(self.model.options, schema))
         return dataclasses.replace(self, source=self.source._replace(schema=schema), model=model)
 
+    def with_images(self, dataset: Dataset) -> ResolvedSpec:
+        """The same with the layout of images written down, for models that read images. `image` in spec.toml is then
+        what the records are, and what `sordino predict` reads later.
+
+        Raises:
+          SordinoError: the records have another layout than the spec says, or are not pixels.
+        """
+        choice = self.model
+        if "image" not in choice.entry.options or choice.entry.reads != "image":
+            return self
+        image = images.agreed(choice.name, choice.options.get("image"), dataset.shape)
+        published = TRANSFORMERS[choice.name].pixels if choice.name in TRANSFORMERS else None
+        if images.normalises(choice.options, published):
+            images.check_pixels(dataset.x_train, choice.name)
+            images.check_pixels(dataset.x_test, choice.name)
+        if image == choice.options.get("image"):
+            return self
+        options = {**choice.options, "image": image}
+        spec = dataclasses.replace(self.spec, model_options={**self.spec.model_options, "image": image})
+        return dataclasses.replace(self, spec=spec, model=choice._replace(options=options))
+
+    def check_images(self, features: int, shape: tuple[int, ...]) -> None:
+        """Refuse records of another layout than the model reads, where the model was agreed on before they were read.
+
+        Raises:
+          SordinoError: the records are images of another layout.
+        """
+        if self.model.entry.reads == "image" and shape:
+            image = self.model.options.get("image") or images.usual(features)
+            images.agreed(self.model.name, image, shape)
+
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
         source = self.source
+        if source.text is not None and self.model.entry.reads != "text":
+            raise SordinoError(f"text: model {self.model.name} does not read text; use one that does, as minilm-lora.")
         if source.name in glue.TASKS:
+            if source.text is not None:
+                raise SordinoError(f"text: '{source.name}' has its own sentences; leave text out.")
             if self.model.entry.reads != "text":
                 raise SordinoError(f"model: '{source.name}' is text; use a model that reads text, such as minilm-lora.")
             return text.load(source.name, length=source.length, tokenizer=source.tokenizer, data_dir=source.folder)
@@ -326,6 +364,7 @@ class ResolvedSpec:
             normalize=source.normalize,
             data_dir=source.folder,
             whole_clients=source.whole_clients,
+            text=None if source.text is None else text.column(source.text, source.length, source.tokenizer),
         )
         check_statistics(statistics, dataset.features)
         return dataset
@@ -545,6 +584,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         name=written.data,
         folder=spec.data_dir,
         label=spec.label,
+        text=spec.text,
         test_fraction=spec.test_fraction,
         split_seed=spec.split_seed,
         schema=schema,
