@@ -35,7 +35,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +43,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
+sys.path.insert(0, str(Path(__file__).parent))
+from provenance import provenance
 from sordino.core import Shard
 from sordino.models.compiled import Passes
 from sordino.models.lora import module_of
@@ -411,16 +412,6 @@ def table(works: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def versions() -> dict[str, str]:
-    known = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "triton", "numpy"):
-        try:
-            known[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return known
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
@@ -443,6 +434,7 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     warnings.filterwarnings("ignore", message=".*weights are random")
     torch.manual_seed(0)
+    about = provenance(" ".join(["python", *sys.argv]))
     if len(asked) > 1 and not options.together:
         began = time.perf_counter()
         words = [word for word in sys.argv if not word.startswith(("--works=", "--out="))]
@@ -453,16 +445,15 @@ def main() -> None:
             found = side_by_side(wave, words) if wave else {}
             results = found | {key: results.get(key, {}) | found.get(key, {}) for key in ("works", "errors")}
         results["works"] = {name: results["works"][name] for name in asked if name in results["works"]}
-        results |= {"command": " ".join(["python", *sys.argv]), "seconds": round(time.perf_counter() - began, 1)}
+        results |= {"provenance": about, "seconds": round(time.perf_counter() - began, 1)}
         if options.out:
             options.out.write_text(json.dumps(results, separators=(",", ":")) + "\n")
         print(table(results["works"]))
         return
     began, errors, works = time.perf_counter(), dict[str, str](), dict[str, Any]()
     results = {
-        "command": " ".join(["python", *sys.argv]),
+        "provenance": about,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "versions": versions(),
         "settings": {"rank": 16, "alpha": 32, "dropout": 0.1, "autocast": "bfloat16", "clip": CLIP, "sigma": SIGMA},
         "works": works,
         "errors": errors,
