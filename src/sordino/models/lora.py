@@ -421,8 +421,8 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
     written, here = config.get("auto_mapping") or {}, base_of(module)
     if written.get("base_model_class", here["base_model_class"]) != here["base_model_class"]:
         raise SordinoError(
-            f"folder: its base is a {written['base_model_class']}, but the model is a {here['base_model_class']}; build "
-            "the model of the folder."
+            f"folder: its base is a {written['base_model_class']}, but the model is a {here['base_model_class']}; "
+            "build the model of the folder."
         )
     if (config["r"], config["lora_alpha"]) != (some.rank, some.alpha):
         raise SordinoError(
