@@ -6,17 +6,17 @@ long. Against the releases without the record, the likelihood ratio is
 
     A = ((bins - rounds) + W_1 + ... + W_rounds) / bins,    W = exp(mu z - mu² / 2),
 
-where z are independent standard normals if no other term than one of length mu, whatever earlier releases say, is worse
-(docs/proofs.md, "Random allocation"). Its law is that of a mean of lognormals. With B from the replacing record's
-W' = exp(-mu z - mu² / 2), the divergence at alpha is E[(A - alpha)_+] (remove), E[(1 - alpha A)_+] (add) and
-E[(A - alpha B)_+] (replace). All are expectations of a convex function of a sum of independent terms
+where z are independent standard normals without the record. No shorter term, and none that depends on earlier releases,
+is worse (docs/proofs.md, "Random allocation"). The law of A is that of a mean of lognormals. B is the same for a record
+in its place, with W' = exp(-mu z - mu² / 2). The divergence at alpha is E[(A - alpha)_+] (remove), E[(1 - alpha A)_+]
+(add) and E[(A - alpha B)_+] (replace). All are expectations of a convex function of a sum of independent terms
 
     D = W - alpha,    1 - alpha W',    W - alpha W'.
 
 Spreading a term over the two ends of its cell, with its mean kept, increases such an expectation, and so does raising a
-term. So does bounding a term from above by `top`, if E[(D - top)_+] is added for each term, because (x + y)_+ is at most
-x_+ + y_+. The terms then lie on a grid, and one Fourier transform and a power give the law of their sum. What is wrapped
-around or lost to rounding is added. Numbers are tilted where a small divergence would be lost in rounding.
+term. A term may be cut at `top` if E[(D - top)_+] is added for each term, because (x + y)_+ is at most x_+ + y_+. The
+terms then lie on a grid, and one Fourier transform and a power give the law of their sum. What is wrapped around or
+lost to rounding is added. Replace-one uses tilted masses, so that a small divergence is not lost in rounding.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from scipy.special import ndtr, ndtri
 Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
 _UNIT = 2.0**-52
-_LEAST = 4.3  # standard deviations: a term that is smaller than here, under the measure that it weighs most in, is raised
+_LEAST = (
+    4.3  # standard deviations: a term that is smaller than here, under the measure that it weighs most in, is raised
+)
 
 
 class Law(NamedTuple):
@@ -94,10 +96,7 @@ def _from_sum(bins: int, rounds: int, mu: float, way: str, cut: float, share: fl
     mass[1:] += up
     size = scipy.fft.next_fast_len(math.ceil(reach / h) + 1, real=True)
     others, other_lost = _power(mass, rounds - 1, size)
-    if way == "remove":
-        first = ((bins - rounds) + rounds * values) / bins * mass
-    else:
-        first = mass
+    first = ((bins - rounds) + rounds * values) / bins * mass if way == "remove" else mass
     spectrum = scipy.fft.rfft(np.bincount(np.arange(len(first)) % size, first, size))
     norm, c = float(first.sum()), 3 * _UNIT * math.log2(size)
     lost = 2 * float(((np.abs(spectrum) + c * norm) * other_lost + np.abs(others) * c * norm * 2).sum()) / size
@@ -159,9 +158,9 @@ def _from_profile(bins: int, rounds: int, mu: float, cut: float, share: float, c
     """
     std = 2 * math.sqrt(math.log1p(rounds * math.expm1(mu * mu) / bins**2))
     epsilons, deltas, epsilon = [0.0], [replaced(1.0, bins, rounds, mu, cut / 4, share, cells)], 0.0
-    step = 1.5 * share * std
+    step = share * std
     while deltas[-1] > cut and len(epsilons) < 400:
-        epsilon += step * max(1.0, epsilon / (2.5 * std))
+        epsilon += step * max(1.0, epsilon / (3 * std))
         epsilons.append(epsilon)
         deltas.append(min(replaced(math.exp(epsilon), bins, rounds, mu, cut / 4, share, cells), deltas[-1]))
     above, at = np.exp(epsilons), np.array(deltas)
@@ -269,7 +268,7 @@ def _replaced_on_grid(
     t_last = max(t_last, 1 / last)
     wrapped = last * math.exp(min(rounds * _log_sum(log_mass + t_last * values) + t_last * (constant - last), 600.0))
     total = float(sums[positive] @ weights) * (1 + 1e-9 + 1e-12 * rounds) + wrapped
-    return min(1.0, (total + rounds * beyond) / bins)
+    return min(1.0, float(total + rounds * beyond) / bins)
 
 
 def _term(z: Array, alpha: float, mu: float) -> Array:

@@ -653,7 +653,11 @@ def _curve(
     reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
     shapes = []
     for part in parts:  # these moments only place the grid, so they need not be bounds
-        of_one = _epoch_moments(_epoch(part, way, n, delta, grid)) if part.span else _moments(part.rate, _pair(part, way), reach)
+        of_one = (
+            _epoch_moments(_epoch(part, way, n, delta, grid))
+            if part.span
+            else _moments(part.rate, _pair(part, way), reach)
+        )
         shapes.append((part.times, *of_one))
 
     def moments(theta: float) -> tuple[float, float, float]:
@@ -728,10 +732,10 @@ def _curve(
 
 def _epoch(part: SampledGaussian, way: str, n: int, delta: float, grid: float) -> allocation.Law:
     """The pair of one epoch; its cells are as fine as the grid's."""
-    share, cells = (0.03, 1 << 17) if way != "replace" else (0.12, 1 << 15)
+    share, cells = (0.03, 1 << 17) if way != "replace" else (0.1, 1 << 15)
     cut = 10.0 ** math.floor(math.log10(1e-4 * delta / n))
     if grid > EXCESS:
-        share, cells = 3 * share, cells >> 3
+        share, cells = 4 * share, cells >> 3
     return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, share, cells)
 
 
