@@ -44,7 +44,7 @@ def pessimistic(releases, delta, adjacency, interval, gaussian_mu=0.0):
     Its plain Gaussian doubles under REPLACE_ONE as its sampled one does, so an unsampled mu is given as half.
     """
     accountant = pld.PLDAccountant(RELATION[adjacency], interval)
-    for rate, mu, times, _ in releases:
+    for rate, mu, times, *_ in releases:
         event = dp.PoissonSampledDpEvent(rate, dp.GaussianDpEvent(1 / mu))
         accountant.compose(dp.SelfComposedDpEvent(event, times))
     if gaussian_mu:
