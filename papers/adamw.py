@@ -345,8 +345,8 @@ VISION = (
     "resnet18-gn is trained in full from random weights: it has no adapters, and no weights are published for it",
 )
 RESIZED = (
-    "vit-base-lora and swin-*-lora read rows of 3 x 224 x 224 numbers, or of the image_size in their folder's "
-    "config.json; rows of CIFAR are 3 x 32 x 32",
+    "vit-base-lora and swin-*-lora resize images to the image_size of their folder, inside the model: rows stay those "
+    "of the set",
 )
 
 

@@ -129,3 +129,174 @@ def test_an_external_transport_is_used(outside):
     unknown = outside("federate", "coordinate", "study", "--transport", "exampel")
     assert unknown.returncode == 2
     assert "'exampel' is unknown. Did you mean 'example'?" in unknown.stderr
+
+
+OWN = """
+from torch import nn
+
+
+def build(features: int, classes: int, *, width: int = 4):
+    return nn.Sequential(nn.Linear(features, width), nn.Tanh(), nn.Linear(width, classes))
+
+
+def picture(features: int, classes: int):
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, classes)), (1, 8, 8)
+
+
+def shapeless(features: int, classes: int):
+    return picture(features, classes)[0]
+
+
+def normed(features: int, classes: int):
+    return nn.Sequential(nn.Linear(features, 4), nn.BatchNorm1d(4), nn.Linear(4, classes))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.memory, self.out = nn.LSTM(features, 4, batch_first=True), nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.out(self.memory(x)[0][:, -1])
+
+
+def recurrent(features: int, classes: int):
+    return Recurrent(features, classes), (1, features)
+
+
+class Mixing(nn.Module):
+    def __init__(self, features, classes):
+        super().__init__()
+        self.layer = nn.Linear(features, classes)
+
+    def forward(self, x):
+        return self.layer(x + x.mean(0))
+
+
+def mixing(features: int, classes: int):
+    return Mixing(features, classes), (features,)
+
+
+def narrow(features: int, classes: int):
+    return nn.Linear(5, classes)
+
+
+def text(features: int, classes: int):
+    return "a network"
+
+
+number = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder with the user's own code, in which commands run; nothing of it stays known."""
+    from sordino import plugins
+
+    monkeypatch.setattr(plugins, "_allowed", {})
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("SORDINO_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_nets.py").write_text(OWN)
+    yield tmp_path
+    sys.modules.pop("own_nets", None)
+
+
+def sordino(*words):
+    from sordino.cli import main
+
+    return main(list(words))
+
+
+def test_own_code_is_trained_by_its_name_once_it_was_checked(own, capsys, monkeypatch):
+    from sordino import plugins
+    from sordino.errors import SordinoError
+    from sordino.models import registry
+
+    run = ("run", "--model", "own_nets:build", "--method", "dp-fedgd", "--rounds", "1", "--set", "width=3", "--out")
+    assert sordino(*run, "refused") == 2
+    assert "code of the user's own, of which no passed check is on record here" in capsys.readouterr().err
+    assert sordino(*run, "uncertified", "--set", "uncertified=true") == 0
+    assert not json.loads((own / "uncertified" / "public" / "certificate.json").read_text())["certified"]
+
+    plugins.remember(plugins.allow("own_nets:build"), ok=True)  # what a passed check leaves
+    assert sordino(*run, "mine") == 0
+    cert = json.loads((own / "mine" / "public" / "certificate.json").read_text())
+    assert cert["certified"]
+    assert any("own_nets:build is code of the user's own (own_nets, sha256 " in fact for fact in cert["assumes"])
+
+    plugins._allowed.clear()  # another process, to which the user did not name the code
+    monkeypatch.chdir("/")
+    assert registry.entry("own_nets:build").options["width"].default == 4
+    plugins._allowed.clear()
+    (own / "own_nets.py").write_text(OWN + "# changed\n")
+    with pytest.raises(SordinoError, match="no passed check is on record here"):
+        registry.entry("own_nets:build")
+
+
+@pytest.mark.soak  # the search takes seconds
+def test_the_check_of_own_code_is_put_on_record(own):
+    from sordino import plugins
+
+    assert sordino("check", "own_nets:build", "--shape", "3,3") == 0
+    run = ("run", "--model", "own_nets:build", "--method", "dp-fedgd", "--rounds", "1", "--out", "mine")
+    assert sordino(*run) == 0
+    assert sordino("verify", "mine") == 0
+    plugins._allowed.clear()
+    assert plugins.own_model("own_nets:build") is not None
+    assert plugins.own_model("own_nets:picture") is None
+
+
+def test_a_file_cannot_name_code(own, capsys):
+    (own / "spec.toml").write_text('model = "own_nets:build"\nmethod = "dp-fedgd"\nuncertified = true\n')
+    assert sordino("run", "spec.toml", "--out", "theirs") == 2
+    assert "is somebody's own code" in capsys.readouterr().err
+    assert "own_nets" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("normed", "batch norm mixes examples"),
+        ("recurrent", r"single examples of memory \(LSTM\) cannot be computed"),
+        ("mixing", "its output for one row depends on the other rows"),
+        ("shapeless", r"returns the pair \(module, \(1, 28, 28\)\)"),
+        ("narrow", "reads rows of 5 numbers, but these have 64; build it from its first argument"),
+        ("text", "builds a str; return a torch.nn.Module, or a pair"),
+        ("number", "is a int; name a function that builds a module"),
+        ("absent", "cannot be imported .* check the names of module and function"),
+    ],
+)
+def test_own_code_is_refused_as_in_python(own, function, message):
+    from sordino import plugins
+    from sordino.errors import SordinoError
+    from sordino.models import registry
+
+    plugins.allow(f"own_nets:{function}")
+    with pytest.raises(SordinoError, match=message):
+        registry.build(f"own_nets:{function}", 64, 3)
+
+
+def test_own_code_starts_from_the_public_seed(own):
+    import torch
+
+    from sordino import plugins
+    from sordino.models import registry
+
+    plugins.allow("own_nets:picture")
+    first, same, other = (registry.build("own_nets:picture", 64, 3, seed=seed).init() for seed in (1, 1, 2))
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("own nets:build", "must be a module and a function"), ("nowhere:build", "there is no module 'nowhere'")],
+)
+def test_names_of_code_are_checked(own, name, message):
+    from sordino import plugins
+    from sordino.errors import SordinoError
+
+    with pytest.raises(SordinoError, match=message):
+        plugins.allow(name)

@@ -11,6 +11,8 @@ A package adds them without a change in this one:
     [project.entry-points."sordino.transports"]
     my-link = "my_package.link"           # a module with `coordinate` and `join`: see `sordino.federation.transports`
 
+A model may also be code of the user's own that no package brings: `sordino run --model mypackage.mymodule:build`.
+
 `sordino methods` lists methods and models, and `sordino check NAME` tries to break them. A transport carries signed
 messages and is trusted with nothing, so there is nothing to check.
 
@@ -20,6 +22,9 @@ machine. The outcome is kept in the user's state directory (`state()`), for exac
 content of its files, and for exactly these sources of Sordino. After any change of either, the check must pass again.
 Until then a run with it is refused unless the user sets `uncertified = true`, and its certificate says "not certified".
 Once the check has passed, the certificate names the distribution, its version and the hash among its assumptions.
+
+**Code of one's own** is imported only if the user names it on the command line (`allow`), or if a passed check of
+exactly these files is on record here. A spec, a run's folder or terms that somebody else wrote import nothing.
 
 The record protects its owner from a mistake, not others from its owner: whoever can write the directory can write a
 record, as whoever can install a package can change this one. So an auditor's `sordino verify` uses the auditor's own
@@ -33,8 +38,9 @@ import hashlib
 import json
 import os
 import re
+import sys
 from datetime import UTC, datetime
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +53,8 @@ from sordino.privacy.evidence.signing import code_sha256, sha256
 METHODS = "sordino.methods"
 MODELS = "sordino.models"
 TRANSPORTS = "sordino.transports"
+OWN_MODEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")  # module:function
+_allowed: dict[str, Plugin] = {}  # code of the user's own that this process may import, by name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -61,16 +69,22 @@ class Plugin(NamedTuple):
 
     @property
     def about(self) -> str:
-        return f"{self.package} {self.version}"
+        return f"{self.package} {self.version}".strip()
+
+    @property
+    def own(self) -> bool:
+        """Whether it is the user's own code, named by module and function."""
+        return ":" in self.name
 
     def load(self) -> Any:
         """What the entry point names. Whatever its import raises becomes one line that names the package."""
         try:
             return self.point.load()
         except Exception as error:
+            remedy = "check the names of module and function" if self.own else "update or uninstall the package"
             raise SordinoError(
                 f"{self.group}: '{self.name}' of {self.about} cannot be imported ({type(error).__name__}: {error}); "
-                "update or uninstall the package."
+                f"{remedy}."
             ) from error
 
     def sha256(self) -> str:
@@ -120,6 +134,54 @@ def found(group: str) -> dict[str, Plugin]:
     return plugins
 
 
+def allow(name: str) -> Plugin:
+    """Let this process import a model of the user's own: for names that the user typed, and for nothing else.
+
+    Args:
+      name: module and function, as in "mypackage.mymodule:build". The module is looked for in the current folder too.
+
+    Returns:
+      The model's entry.
+
+    Raises:
+      SordinoError: the name has another form, or there is no such module.
+    """
+    if not OWN_MODEL.fullmatch(name):
+        raise SordinoError(f"model: '{name}' must be a module and a function, as in mypackage.mymodule:build.")
+    _allowed[name] = _of_code(name, str(Path.cwd()))
+    return _allowed[name]
+
+
+def own_model(name: str) -> Plugin | None:
+    """A model of the user's own: one that was allowed, or one whose passed check is on record here; else None."""
+    if not OWN_MODEL.fullmatch(name):
+        return None
+    if name not in _allowed:
+        try:
+            known = json.loads(_record_of(MODELS, name).read_text(encoding="utf-8"))
+            plugin = _of_code(name, str(known["folder"]))
+        except (OSError, ValueError, KeyError, TypeError, SordinoError):
+            return None
+        if not passed(plugin):
+            return None
+        _allowed[name] = plugin
+    return _allowed[name]
+
+
+def _of_code(name: str, folder: str) -> Plugin:
+    """The entry of code in a folder, which goes to the end of the path of imports. Imports nothing."""
+    top = name.partition(":")[0].partition(".")[0]
+    if folder not in sys.path:
+        sys.path.append(folder)
+    spec = find_spec(top)
+    if spec is None:
+        raise SordinoError(f"model: there is no module '{top}' here or among the installed packages; check '{name}'.")
+    packages = packages_distributions().get(top, [])
+    return Plugin(
+        name, MODELS, *((packages[0], version(packages[0])) if packages else (top, "")), EntryPoint(name, name, MODELS)
+    )
+
+
 def state() -> Path:
     """Where passed checks are kept: $SORDINO_STATE, or $XDG_STATE_HOME/sordino, or ~/.local/state/sordino."""
     if own := os.environ.get("SORDINO_STATE"):
@@ -128,7 +190,11 @@ def state() -> Path:
 
 
 def _record(plugin: Plugin) -> Path:
-    return state() / "checks" / plugin.group / f"{plugin.name}.json"
+    return _record_of(plugin.group, plugin.name)
+
+
+def _record_of(group: str, name: str) -> Path:
+    return state() / "checks" / group / f"{name.replace(':', '@')}.json"
 
 
 def passed(plugin: Plugin) -> bool:
@@ -148,8 +214,16 @@ def remember(plugin: Plugin, *, ok: bool) -> Path:
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     document = plugin.facts() | {"time": datetime.now(UTC).isoformat(timespec="seconds")}
+    document |= {"folder": _folder_of(plugin)} if plugin.own else {}
     write(path, (json.dumps(document, indent=2) + "\n").encode())
     return path
+
+
+def _folder_of(plugin: Plugin) -> str:
+    """Where the code of a user's own model is imported from."""
+    spec = find_spec(plugin.point.module.partition(".")[0])
+    place = next(iter(spec.submodule_search_locations or ()), spec.origin) if spec else None
+    return str(Path(str(place)).resolve().parent)
 
 
 def judged(method: Method, plugin: Plugin) -> Method:
@@ -161,6 +235,11 @@ def judged(method: Method, plugin: Plugin) -> Method:
 
 
 def assumption(plugin: Plugin) -> str:
+    if plugin.own:
+        return (
+            f"The model {plugin.name} is code of the user's own ({plugin.about}, sha256 {plugin.sha256()}). It passed "
+            "`sordino check`, which tries whether it keeps records apart; that it does so is its author's claim."
+        )
     kind = plugin.group.removeprefix("sordino.").removesuffix("s")
     return (
         f"The {kind} {plugin.name} comes from the package {plugin.about} (sha256 {plugin.sha256()}). It passed "
@@ -169,7 +248,7 @@ def assumption(plugin: Plugin) -> str:
 
 
 def unchecked(plugin: Plugin) -> str:
+    origin = "is code of the user's own" if plugin.own else f"comes from the package {plugin.about}"
     return (
-        f"{plugin.name} comes from the package {plugin.about}, of which no passed check is on record here: run "
-        f"`sordino check {plugin.name}` first."
+        f"{plugin.name} {origin}, of which no passed check is on record here: run `sordino check {plugin.name}` first."
     )

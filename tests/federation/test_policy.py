@@ -3,6 +3,7 @@
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from sordino.core import Unit
@@ -78,3 +79,21 @@ def test_a_thousand_rounds_of_carried_noise_are_answered_in_seconds(tiny, talk, 
     began = time.monotonic()
     assert talk(site, terms).propose().kind == "agreed"
     assert time.monotonic() - began < rounds / 30  # 1,000 rounds took more than 44 s before, and take about 5 s
+
+
+@pytest.mark.parametrize(
+    ("image", "shape", "reason"),
+    [(None, (8, 8), ""), (None, (4, 16), "but the records have the shape 4x16x1"), ("4x16", (8, 8), "image: 4x16")],
+)
+def test_a_site_refuses_terms_whose_images_are_laid_out_otherwise(federation, talk, image, shape, reason):
+    federation = federation("dp-fedgd", rounds=1, model="cnn", clip=1.0)
+    for name in federation.names:
+        federation.configure(name, models=["cnn"])
+        path = federation.place(name) / "data.npz"
+        with np.load(path) as stored:
+            arrays = dict(stored)
+        np.savez(path, x=arrays["x"].reshape(-1, *shape), y=arrays["y"])
+    reply = talk(federation.site(NORTH), federation.terms({"image": image})).propose()
+    refused = [event["detail"] for event in federation.events(NORTH) if event["what"] == "refused"]
+    assert (reply.kind == "refused") == bool(reason)
+    assert not reason or reason in refused[-1]

@@ -112,7 +112,7 @@ def test_every_model_is_built_from_its_shape_alone(name):
         ("hazards", 4, 0, {"edges": (0.0, 2.0, 2.0)}, "begin with 0 and rise"),
         ("logistic", 4, 3, {}, "logistic is for two classes, but the data have 3"),
         ("mlp", 4, 0, {}, "mlp predicts classes"),
-        ("cnn", 5, 3, {}, "these rows have 5"),
+        ("cnn", 5, 3, {}, "rows of 5 numbers are laid out in no known way"),
     ],
 )
 def test_what_does_not_fit_is_named(name, features, classes, options, message):

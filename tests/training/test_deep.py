@@ -54,7 +54,7 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
         ({"model": "cnn"}, "method: auto asks for a gram matrix"),
         ({"model": "minilm-lora", "method": "dp-fedgd"}, "reads text"),
         ({"data": "sst2", "model": "cnn", "method": "dp-fedgd"}, "is text"),
-        ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "these rows have 5"),
+        ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "rows of 5 numbers are laid out"),
         ({"model": "cnn", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for transformers"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
         ({"method": "dp-ftrl", "batch": "poisson:8"}, "or batch = full"),

@@ -117,7 +117,14 @@ def models_of(method: Method) -> Sequence[core.Model]:
     return CHECKED_TREES if boosts else CHECKED_MODELS
 
 
-def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:
+def check_model(
+    name: str,
+    *,
+    trials: int = TRIALS,
+    seed: int = 0,
+    units: Sequence[Unit] = tuple(Unit),
+    shapes: Sequence[tuple[int, int]] | None = None,
+) -> list[Report]:
     """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` at every level.
 
     Args:
@@ -125,15 +132,16 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequen
       trials: restarts of the search for one query.
       seed: seed of the search.
       units: of survival, the levels at which `auto` is checked.
+      shapes: features and classes to try, in order; by default `MODEL_SHAPES`.
 
     Returns:
       One report per noised query and adjacency.
 
     Raises:
-      SordinoError: the model accepts none of `MODEL_SHAPES`.
+      SordinoError: the model accepts none of the shapes.
     """
     errors = []
-    for features, classes in MODEL_SHAPES:
+    for features, classes in shapes or MODEL_SHAPES:
         try:
             model = registry.build(name, features, classes, **MODEL_OPTIONS.get(name, {}))
         except SordinoError as error:
@@ -143,7 +151,7 @@ def check_model(name: str, *, trials: int = TRIALS, seed: int = 0, units: Sequen
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
             methods += [entry("auto").at(unit, intervals=model.outputs) for unit in units]
         return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
-    raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]}")
+    raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]} --shape names another.")
 
 
 def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Report]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
@@ -42,6 +43,9 @@ def add(commands: Any) -> None:
         "--fuzz", type=float, metavar="SECONDS", help="try random methods, options, data and neighbours for so long"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of --fuzz (default: 0)")
+    parser.add_argument(
+        "--shape", metavar="F,C", help="of models: features and classes to build it with (default: small ones)"
+    )
     parser.add_argument("--case", type=int, metavar="K", help="of --fuzz: only the case of this number")
     add_json(parser)
 
@@ -75,6 +79,13 @@ def _fuzz(arguments: argparse.Namespace) -> int:
     return 1 if found.violations else 0
 
 
+def _shape(text: str) -> tuple[int, int]:
+    features, _, classes = text.partition(",")
+    if not (features.isdecimal() and classes.isdecimal() and int(features)):
+        raise SordinoError(f"--shape: '{text}' must be the numbers of features and of classes, as in 784,10.")
+    return int(features), int(classes)
+
+
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     if arguments.fuzz is not None:
@@ -101,7 +112,8 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.data.records import check_device
     from sordino.models import registry
 
-    outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS)
+    own = {name: plugins.allow(name) for name in arguments.method if ":" in name}
+    outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
     names = (
         [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, "hazards", *counted, *outside]
@@ -112,7 +124,8 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
     known = {*methods.REGISTRY, *plugins.found(plugins.METHODS)}  # "auto" is a method and a model: the method is meant
-    models = {*registry.REGISTRY, *plugins.found(plugins.MODELS)} - known
+    models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
+    shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
         if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY):
             registry.entry(name) if name in models else methods.entry(name)
@@ -129,7 +142,9 @@ def act(arguments: argparse.Namespace) -> int:
                 UNCERTAINTY: check_uncertainty,
                 **dict.fromkeys(counted, check_tally),
             }
-            checked: Callable[[str], list[Report]] = others.get(name) or (check_model if name in models else check)
+            checked: Callable[[str], list[Report]] = others.get(name) or (
+                partial(check_model, shapes=shapes) if name in models else check
+            )
             results = checked(name)
             reports += results
             if name in outside:

@@ -23,7 +23,11 @@ RUN_FLAGS = (
         "partition",
         "iid, dirichlet[:A], classes:K, by-column:NAME, counts:FILE (default: dirichlet for benchmarks, else iid)",
     ),
-    ("--model", "model", "auto (linear), mlp, cnn, resnet18-gn, minilm-lora, vit-base-lora … (docs/deep.md)"),
+    (
+        "--model",
+        "model",
+        "auto (linear), mlp, cnn, minilm-lora, vit-base-lora …, or your own: package.module:build (docs/deep.md)",
+    ),
     ("--method", "method", "see 'sordino methods' (default: auto, for linear models)"),
     ("--epsilon", "epsilon", "privacy budget (default: 8); inf trains without noise"),
     ("--delta", "delta", "slack of the guarantee (default: 1e-5)"),
@@ -158,6 +162,7 @@ def _join(arguments: argparse.Namespace, prepared: Any) -> Any:
 
 def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     """The keys of a run: those of the TOML file, overridden by flags and --set."""
+    from sordino import plugins
     from sordino.settings import parse_setting, read_toml
 
     values: dict[str, Any] = {}
@@ -169,12 +174,16 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
             values["data"] = str(path)
         else:
             values |= read_toml(path)
+    typed: dict[str, Any] = {}
     for _, key, _ in RUN_FLAGS:
         if (flag := getattr(arguments, f"key_{key}")) is not None:
-            values |= dict([parse_setting(f"{key}={flag}")])
+            typed |= dict([parse_setting(f"{key}={flag}")])
     if getattr(arguments, "integers", False):
-        values["integers"] = True
-    return values | dict(map(parse_setting, arguments.set))
+        typed["integers"] = True
+    typed |= dict(map(parse_setting, arguments.set))
+    if ":" in str(typed.get("model", "")):  # typed by the user; a file may not name code
+        plugins.allow(str(typed["model"]))
+    return values | typed
 
 
 def _train(prepared: Any, out: Path) -> list[dict[str, Any]]:

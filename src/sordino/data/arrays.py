@@ -12,7 +12,7 @@ REGRESSION_VALUES = 50  # more distinct fractional labels than this are a quanti
 
 
 def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None) -> np.ndarray:
-    """float32, records by features, all finite. Images are flattened."""
+    """float32, records by features, all finite. Images are flattened; those of bytes become pixels in [0, 1]."""
     if x.dtype.kind not in "fiub":
         raise SordinoError(f"{field}: features of type {x.dtype} are not numeric; encode them as numbers.")
     if x.ndim == 0 or len(x) == 0:
@@ -20,7 +20,9 @@ def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None
     if x.size == 0:
         raise SordinoError(f"{field}: there are no features beside the label; check the source.")
     with np.errstate(over="ignore"):
+        bytes_of_images = x.ndim > 2 and x.dtype == np.uint8
         x = x.reshape(len(x), -1).astype(np.float32, copy=False)
+        x = x / np.float32(255) if bytes_of_images else x
     with np.errstate(all="ignore"):  # a sum is finite only if every term is; a mask of the whole would cost memory
         if np.isfinite(x.sum(dtype=np.float64)):
             return x

@@ -29,6 +29,7 @@ class Raw(NamedTuple):
     classes: tuple[str, ...] | None = None  # given: the labels are class indices already
     features: Sequence[str] | None = None
     person: np.ndarray | None = None
+    shape: tuple[int, ...] = ()  # of one record, where x is flat and the source knows it
 
 
 class Reader(NamedTuple):

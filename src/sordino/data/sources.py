@@ -40,6 +40,7 @@ class Dataset(NamedTuple):
         person: Whom each training record is about, as numbers; None where the source does not say.
         person_test: Whom each test record is about; None where nothing says.
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
+        shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
 
     Example:
         >>> import sordino as so
@@ -61,6 +62,7 @@ class Dataset(NamedTuple):
     person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
     person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
     weight: np.ndarray | None = None  # factors in [0, 1] on the terms of training records; None where all count fully
+    shape: tuple[int, ...] = ()  # of one record as the source has it; empty where records are plain rows
 
     @property
     def unit(self) -> float:
@@ -133,6 +135,7 @@ def load(
         classes = schema.classes
         raw = raw._replace(y=schema.to_model(raw.y))
 
+    shape = raw.shape or (raw.x.shape[1:] if raw.x.ndim > 2 else ())
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
     check_same_length(x, "x", raw.y, "y")
@@ -169,6 +172,8 @@ def load(
     else:
         x_test = check_features(x_test, "x_test", raw.features)
         check_same_length(x_test, "x_test", y_test, "y_test")
+        if raw.x_test is not None and raw.x_test.ndim > 2 and shape and raw.x_test.shape[1:] != shape:
+            raise SordinoError(f"x_test: records of shape {raw.x_test.shape[1:]}, but x_train has {shape}.")
         if x.shape[1] != x_test.shape[1]:
             raise SordinoError(f"x_test: {x_test.shape[1]} features, but x_train has {x.shape[1]}; they must agree.")
     if classes is None and found and len(np.unique(y)) < 2:
@@ -180,7 +185,10 @@ def load(
     x = preprocess(x, public, normalize)
     x_test = preprocess(x_test, public, normalize)
     names = tuple(raw.features or ())
-    return Dataset(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test)
+    return Dataset(
+        *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),
+        shape=shape,
+    )
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:
@@ -319,7 +327,9 @@ def _read(
         if source in catalog.NAMES:
             published = catalog.read(source, data_dir)
             x, x_test = catalog.flat(published.x_train), catalog.flat(published.x_test)
-            return Raw(x, published.y_train, None, x_test, published.y_test, published.classes)
+            whole = published.x_train.shape[1:]
+            shape = whole if len(whole) > 1 else ()
+            return Raw(x, published.y_train, None, x_test, published.y_test, published.classes, shape=shape)
         if word == "synthetic":
             return synthetic(source, test_fraction, seed)
         if source == "digits":

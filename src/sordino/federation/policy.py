@@ -124,6 +124,7 @@ def check_data(site: SiteData, terms: Terms) -> None:
             "policy", f"tests: the terms state {terms.tests[number]} test records, the data have {site.tests}"
         )
     try:  # only now, because a large plan takes long to calibrate
+        terms.resolved.check_images(terms.features, site.record_shape)
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
         group_of_site = next(group for group in spending.groups(plan) if number in group.clients)
         if not plan.proved:

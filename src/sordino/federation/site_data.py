@@ -193,12 +193,13 @@ class SiteData:
         return (records if self.unit.sizes_public else 1), features
 
     @cached_property
-    def _counted(self) -> tuple[tuple[int, int], int, tuple[str, ...]]:
-        """(training records, features), test records and columns; persons, where the schema names them."""
+    def _counted(self) -> tuple[tuple[int, int], int, tuple[str, ...], tuple[int, ...]]:
+        """(training records, features), test records, columns and the shape of a record; persons, where the schema
+        names them."""
         data = self.load()
         units = len(data.x_train) if data.person is None else len(np.unique(data.person))
         tests = len(data.y_test) if data.person_test is None else len(np.unique(data.person_test))
-        return (int(units), int(data.x_train.shape[1])), int(tests), data.features
+        return (int(units), int(data.x_train.shape[1])), int(tests), data.features, data.shape
 
     @property
     def tests(self) -> int:
@@ -209,6 +210,11 @@ class SiteData:
     def columns(self) -> tuple[str, ...]:
         """Names of the features in the order of the model's, where the file has names."""
         return self._counted[2]
+
+    @property
+    def record_shape(self) -> tuple[int, ...]:
+        """Of one record as the file has it, such as (32, 32, 3); empty where records are plain rows."""
+        return self._counted[3]
 
     @property
     def records(self) -> int:

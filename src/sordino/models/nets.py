@@ -8,21 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, nearest
+from sordino.models.images import IMAGE_SHAPES, Layout
+from sordino.models.pixels import Pixels
 from sordino.models.torch_model import TorchModel
 
 NETS = ("mlp", "cnn", "resnet18-gn")
-# The shape of an image with so many features, as `data` lays it out.
-IMAGE_SHAPES = {64: (8, 8, 1), 784: (28, 28, 1), 3072: (32, 32, 3)}
+LEAST_SIDE = 8  # pixels that the CNN reads
 
 
-class Channels(nn.Module):
-    """Move channels from the last axis, where rows of data have them, to the first."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.movedim(-1, 1).contiguous()
-
-
-def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None = None, seed: int = 0) -> TorchModel:
+def build(
+    name: str,
+    features: int,
+    classes: int,
+    shape: tuple[int, ...] | None = None,
+    seed: int = 0,
+    pixels: Pixels | None = None,
+) -> TorchModel:
     """A small network by name.
 
     Args:
@@ -31,6 +32,7 @@ def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None 
       classes: number of classes.
       shape: of an image, channels first. By default rows are images of a known size with channels last.
       seed: determines the first parameters.
+      pixels: how rows become images, in place of `shape`: transposed, resized and normalised.
 
     Returns:
       The model.
@@ -42,22 +44,26 @@ def build(name: str, features: int, classes: int, shape: tuple[int, ...] | None 
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, NETS)}")
     if shape is not None and math.prod(shape) != features:
         raise SordinoError(f"shape: {shape} holds {math.prod(shape)} numbers, but a row has {features}.")
-    channels_last = IMAGE_SHAPES.get(features) if name != "mlp" and shape is None else None
     if name == "mlp":
         shape = (features,)
-    elif channels_last is not None:
-        shape = (channels_last[2], *channels_last[:2])
-    elif shape is None or len(shape) != 3:
+    elif shape is None and pixels is None and features in IMAGE_SHAPES:
+        pixels = Pixels(Layout(*IMAGE_SHAPES[features], False), IMAGE_SHAPES[features][2], None, None)
+    if pixels is not None:
+        shape = pixels.output_shape
+    elif name != "mlp" and (shape is None or len(shape) != 3):
         raise SordinoError(
             f"shape: {name} reads images; pass (channels, height, width) for rows of {features} numbers."
         )
+    assert shape is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":
             return TorchModel(mlp(features, classes), shape=shape)
+        if name == "cnn" and min(shape[1:]) < LEAST_SIDE:
+            raise SordinoError(f"shape: cnn reads images of at least {LEAST_SIDE} pixels per side, not {shape[1:]}.")
         net = cnn(shape, classes) if name == "cnn" else resnet18(shape[0], classes)
-        if channels_last is not None and shape[0] > 1:
-            net, shape = nn.Sequential(Channels(), net), channels_last
+        if pixels is not None and pixels.changes:
+            net, shape = nn.Sequential(pixels, net), pixels.shape
         return TorchModel(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
 
 

@@ -162,7 +162,8 @@ def input_shape(module: nn.Module) -> tuple[int, ...]:
     if isinstance(first, nn.Linear):
         return (first.in_features,)
     raise SordinoError(
-        "shape: the first layer does not determine the shape of a row; pass it, for example shape=(1, 28, 28)."
+        "shape: the first layer does not determine the shape of a row; pass it, for example shape=(1, 28, 28). A "
+        "function that builds a module for --model returns the pair (module, (1, 28, 28))."
     )
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 from sordino import plugins
 from sordino.errors import SordinoError, nearest
 from sordino.lazy import torch
+from sordino.models import images
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.settings import Declared, declared, typed
 
@@ -29,6 +30,7 @@ BuiltModel: TypeAlias = "Linear | Hazards | Trees | TorchModel"
 # Models that learn the task of a schema; `auto` stands for the first.
 OF_TASKS = {"count": ("poisson", "trees"), "survival": ("hazards",)}
 LEAST_PREVALENCE = 1e-5  # of a class
+MOST_SIDE = 1024  # pixels that images are resized to
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -69,19 +71,27 @@ def register(name: str, entry: ModelEntry) -> None:
 
 
 def entry(name: str) -> ModelEntry:
-    """The model `name`, of this package or of another one by the entry point `sordino.models` (`sordino.plugins`)."""
+    """The model `name`, of this package, of another one by the entry point `sordino.models`, or of the user's own code
+    (`sordino.plugins`)."""
     if name in REGISTRY:
         return REGISTRY[name]
-    others = plugins.found(plugins.MODELS)
-    if name not in others:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
-    loaded = others[name].load()
-    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {others[name].about}")
+    plugin = plugin_of(name)
+    if plugin is None and plugins.OWN_MODEL.fullmatch(name):
+        raise SordinoError(
+            f"model: '{name}' is somebody's own code, of which no passed check is on record here; read it, and then "
+            f"run `sordino check {name}`."
+        )
+    if plugin is None:
+        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *plugins.found(plugins.MODELS)])}")
+    loaded = plugin.load()
+    if not isinstance(loaded, ModelEntry) and not callable(loaded):
+        raise SordinoError(f"model: '{name}' is a {type(loaded).__name__}; name a function that builds a module.")
+    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
 
 
 def plugin_of(name: str) -> plugins.Plugin | None:
-    """The package that brings the model; None for this one."""
-    return None if name in REGISTRY else plugins.found(plugins.MODELS).get(name)
+    """The package, or the user's own code, that brings the model; None for this package."""
+    return None if name in REGISTRY else plugins.found(plugins.MODELS).get(name) or plugins.own_model(name)
 
 
 def build(
@@ -117,22 +127,38 @@ def build(
     decided = {"seed": seed, "autocast": autocast}
     make = partial(registered.factory, features, classes, **options)
     make = partial(make, **{key: value for key, value in decided.items() if key in registered.accepts})
-    return make() if name in REGISTRY else _external(name, make)
+    return make() if name in REGISTRY else _external(name, features, make, seed)
 
 
-def _external(name: str, make: Callable[[], Any]) -> BuiltModel:
-    """A model from outside, which must be of a class whose clipped sums are proved."""
+def _external(name: str, features: int, make: Callable[[], Any], seed: int) -> BuiltModel:
+    """A model from outside, which must be of a class whose clipped sums are proved, or a module, which becomes one.
+
+    The first parameters follow from the public seed, whether or not the factory takes one.
+    """
     from sordino.models.linear import Linear
     from sordino.models.torch_model import TorchModel
 
     try:
-        model = make()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = make()
     except SordinoError:
         raise
     except Exception as error:
         raise SordinoError(f"model: '{name}' cannot be built ({type(error).__name__}: {error}).") from error
+    model, shape = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if isinstance(model, torch.nn.Module):
+        model = TorchModel(model, shape=shape if shape is None else tuple(shape))
     if type(model) not in (Linear, TorchModel):
-        raise SordinoError(f"model: '{name}' builds a {type(model).__name__}; build a Linear or a TorchModel.")
+        raise SordinoError(
+            f"model: '{name}' builds a {type(model).__name__}; return a torch.nn.Module, or a pair of it and the shape "
+            "of a record, as in (module, (1, 28, 28))."
+        )
+    if model.features != features:
+        raise SordinoError(
+            f"model: '{name}' reads rows of {model.features:,} numbers, but these have {features:,}; build it from "
+            "its first argument."
+        )
     return cast("Linear | TorchModel", model)
 
 
@@ -267,27 +293,50 @@ register(
 # ----------------------------------------------------------------------------------------------------------- networks
 
 
-def _net(name: str, features: int, classes: int, *, seed: int = 0) -> TorchModel:
+def _mlp(features: int, classes: int, *, seed: int = 0) -> TorchModel:
     from sordino.models import nets
 
+    _needs_classes("mlp", classes)
+    return nets.build("mlp", features, classes, seed=seed)
+
+
+def _image_net(
+    name: str,
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    image: str | None = None,
+    side: int | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> TorchModel:
+    from sordino.models import nets
+    from sordino.models.pixels import Pixels
+
     _needs_classes(name, classes)
-    if name != "mlp" and features not in nets.IMAGE_SHAPES:
+    shape = image or images.usual(features)
+    if shape is None:
         raise SordinoError(
-            f"model: {name} reads images of 8 x 8, 28 x 28 or 32 x 32 x 3 numbers; these rows have {features}. "
-            "Use mlp, or a linear model."
+            f"image: {name} reads images, and rows of {features:,} numbers are laid out in no known way (8 x 8, 28 x "
+            f"28 and 32 x 32 x 3 are); {images.HOW}, or use mlp or a linear model."
         )
-    return nets.build(name, features, classes, seed=seed)
+    if side is not None and not 1 <= side <= MOST_SIDE:
+        raise SordinoError(f"side: {side} must lie between 1 and {MOST_SIDE} pixels.")
+    found = images.fitting(name, shape, features)
+    how = images.normalisation(found.channels, mean, std, images.Normalisation((0.0,), (1.0,)))
+    return nets.build(name, features, classes, seed=seed, pixels=Pixels(found, found.channels, side, how))
 
 
-register("mlp", ModelEntry(partial(_net, "mlp"), "one hidden layer of 64 units"))
-register("cnn", ModelEntry(partial(_net, "cnn"), "two convolutions and two linear layers", "image"))
-register("resnet18-gn", ModelEntry(partial(_net, "resnet18-gn"), "ResNet-18 with group norm", "image"))
+register("mlp", ModelEntry(_mlp, "one hidden layer of 64 units"))
+register("cnn", ModelEntry(partial(_image_net, "cnn"), "two convolutions and two linear layers", "image"))
+register("resnet18-gn", ModelEntry(partial(_image_net, "resnet18-gn"), "ResNet-18 with group norm", "image"))
 
 
 # ------------------------------------------------------------------------------------------------------- transformers
 
 
-def _transformer(
+def _text_transformer(
     name: str,
     features: int,
     classes: int,
@@ -302,26 +351,38 @@ def _transformer(
     from sordino.models import transformers
 
     _needs_classes(name, classes)
-    model = transformers.build(
-        name,
-        classes=classes,
-        weights=weights,
-        rank=lora_rank,
-        alpha=lora_alpha,
-        dropout=lora_dropout,
-        length=features,
-        seed=seed,
-        autocast=autocast,
-    )
-    model.shaped(torch.zeros(1, features))  # raises if rows have another width
-    return model
+    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, length=features, **how)
+
+
+def _image_transformer(
+    name: str,
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    weights: str | None = None,
+    lora_rank: int = 16,
+    lora_alpha: float = 32.0,
+    lora_dropout: float = 0.1,
+    image: str | None = None,
+    mean: tuple[float, ...] | None = None,
+    std: tuple[float, ...] | None = None,
+) -> TorchModel:
+    _needs_classes(name, classes)
+    images.fitting(name, image, features)  # before weights are loaded
+    from sordino.models import transformers
+
+    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, image=image, mean=mean, std=std, **how)
 
 
 for _name, _kind in TRANSFORMERS.items():
     register(
         _name,
         ModelEntry(
-            partial(_transformer, _name),
+            partial(_text_transformer if _kind.text else _image_transformer, _name),
             f"{_kind.model} with low-rank adapters",
             "text" if _kind.text else "image",
             shared_batch=True,

@@ -1,7 +1,7 @@
 """Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa and MiniLM.
 
-They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image, one channel
-after another (channels, height, width), or token ids as exact float32 numbers.
+They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image (`images`
+says how rows of pixels are laid out), or token ids as exact float32 numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, nearest
+from sordino.models.images import layout, normalisation
 from sordino.models.lora import adapt, module_of
+from sordino.models.pixels import Pixels
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import transformer_blocks
@@ -28,15 +30,15 @@ SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
 
 
 class Rows(nn.Module):
-    """Logits of rows, from a model of images or of token ids."""
+    """Logits of rows, from a model of images or of token ids. `pixels` turns rows into images."""
 
-    def __init__(self, network: nn.Module, pad: int | None = None) -> None:
+    def __init__(self, network: nn.Module, pad: int | None = None, pixels: Pixels | None = None) -> None:
         super().__init__()
-        self.network, self.pad = network, pad
+        self.network, self.pad, self.pixels = network, pad, pixels
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pad is None:
-            return _logits(self.network(x))
+            return _logits(self.network(x if self.pixels is None else self.pixels(x)))
         ids = x.long()
         return _logits(self.network(input_ids=ids, attention_mask=additive(ids != self.pad, x.dtype)))
 
@@ -89,6 +91,9 @@ def build(
     alpha: float = 32.0,
     dropout: float = 0.1,
     length: int = 128,
+    image: str | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
     seed: int = 0,
     autocast: torch.dtype | None = None,
     device: torch.device | str = "cpu",
@@ -111,6 +116,11 @@ def build(
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs.
       length: of rows of tokens.
+      image: the shape of the images in rows, such as "32x32x3" or "3x32x32": they are transposed, resized and
+        normalised. None: rows are images as the network reads them, channels first and normalised already.
+      mean: of pixels in [0, 1], per channel; by default that of the folder's preprocessor_config.json, or as
+        published.
+      std: the same.
       seed: of the head, of the adapters, and of random weights.
       autocast: bfloat16 or float16. Frozen matrices are then stored in this type, so that autocast need not convert
         them at every step.
@@ -133,7 +143,8 @@ def build(
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
     adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=head, seed=seed)
     about: Any = network.config
-    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None)
+    pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
+    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
     trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
     blocks = transformer_blocks(trained, head_counts(about))
     if TRANSFORMERS[name].text:
@@ -141,6 +152,8 @@ def build(
         if not 1 <= length <= longest:
             raise SordinoError(f"length: {length} must lie between 1 and {longest}, the positions of the model.")
         shape: tuple[int, ...] = (length,)
+    elif pixels is not None:
+        shape = pixels.shape
     else:
         shape = (about.num_channels, about.image_size, about.image_size)
     flat = TorchModel(
@@ -157,6 +170,25 @@ def build(
     if autocast is not None:
         _store(module_of(flat), autocast)
     return flat
+
+
+def _pixels(
+    name: str,
+    about: Any,
+    weights: str | Path | None,
+    image: str | None,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> Pixels | None:
+    """How rows become images of the network; None where they are such images already."""
+    published = TRANSFORMERS[name].pixels
+    if image is None:
+        if mean is not None or std is not None:
+            raise SordinoError("mean, std: they change images of a known shape; write image = 32x32x3 too.")
+        return None
+    assert published is not None
+    how = normalisation(about.num_channels, mean, std, published, weights)
+    return Pixels(layout(image), about.num_channels, about.image_size, how)
 
 
 def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: int = 0, **config: Any) -> nn.Module:

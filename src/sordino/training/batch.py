@@ -137,7 +137,8 @@ def _train(
     runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, stop: int | None, metric: str | None
 ) -> Iterator[Trained]:
     records, x, y = loader.records(runs[0])
-    model = runs[0].build_model(x.shape[-1], len(loader.data(runs[0]).classes))
+    data = loader.data(runs[0])
+    model = runs[0].with_images(data).build_model(x.shape[-1], len(data.classes))
     metric = ranking_metric(metric, task_of(model))
     plans = [run.plan(records.sizes) for run in runs]
     method = together(runs, records.x)

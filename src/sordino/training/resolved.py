@@ -29,7 +29,8 @@ from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.tally import after_tally
 from sordino.methods.uncertainty import UNCERTAINTY_ROUNDS, with_uncertainty
-from sordino.models import registry
+from sordino.models import images, registry
+from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
 from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.mechanisms.quantization import Answer, Integers
@@ -304,6 +305,37 @@ class ResolvedSpec:
         """The same with the ranges and shares that private statistics found."""
         model = self.model._replace(options=_with_prevalence(self.model.options, schema))
         return dataclasses.replace(self, source=self.source._replace(schema=schema), model=model)
+
+    def with_images(self, dataset: Dataset) -> ResolvedSpec:
+        """The same with the layout of images written down, for models that read images. `image` in spec.toml is then
+        what the records are, and what `sordino predict` reads later.
+
+        Raises:
+          SordinoError: the records have another layout than the spec says, or are not pixels.
+        """
+        choice = self.model
+        if "image" not in choice.entry.options or choice.entry.reads != "image":
+            return self
+        image = images.agreed(choice.name, choice.options.get("image"), dataset.shape)
+        published = TRANSFORMERS[choice.name].pixels if choice.name in TRANSFORMERS else None
+        if images.normalises(choice.options, published):
+            images.check_pixels(dataset.x_train, choice.name)
+            images.check_pixels(dataset.x_test, choice.name)
+        if image == choice.options.get("image"):
+            return self
+        options = {**choice.options, "image": image}
+        spec = dataclasses.replace(self.spec, model_options={**self.spec.model_options, "image": image})
+        return dataclasses.replace(self, spec=spec, model=choice._replace(options=options))
+
+    def check_images(self, features: int, shape: tuple[int, ...]) -> None:
+        """Refuse records of another layout than the model reads, where the model was agreed on before they were read.
+
+        Raises:
+          SordinoError: the records are images of another layout.
+        """
+        if self.model.entry.reads == "image" and shape:
+            image = self.model.options.get("image") or images.usual(features)
+            images.agreed(self.model.name, image, shape)
 
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""

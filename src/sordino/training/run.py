@@ -164,6 +164,7 @@ def prepare_resolved(
         sites = len(np.unique(dataset.site))
         if sites != resolved.clients:
             raise SordinoError(f"clients: {resolved.clients}, but the data hold {sites} clients; leave clients out.")
+    resolved = resolved.with_images(dataset)
     records = resolved.records(dataset)
     model = resolved.build_model(dataset.x_train.shape[1], len(dataset.classes))
     noise = Noiseless(resolved.seed or 0) if resolved.noiseless else source(resolved.seed)

@@ -261,7 +261,7 @@ def guess(account: Account, adjacency: Adjacency) -> float:
         return min(1.0, concentrated_guess(total) + failures * FAILURE / 2)
     sampled, rest = _split(parts, adjacency)
     if not sampled or math.isinf(total):
-        return (1 + gaussian.delta(total, 0.0)) / 2
+        return math.erfc(-total / math.sqrt(8)) / 2  # Phi(total / 2)
     return (1 + subsampled.delta(sampled, 0.0, adjacency, rest)) / 2
 
 

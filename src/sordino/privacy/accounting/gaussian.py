@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterable
 
 import numpy as np
-from scipy.special import erfcx, ndtr
+import scipy  # its parts are imported when they are used
 
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import roots
@@ -190,7 +190,7 @@ def _log_delta(mu: float, epsilon: float) -> float:
     log_density = -0.5 * x * x - _LOG_SQRT_2PI
     after = _mills(epsilon / mu + mu / 2)
     if x < 0:  # then Φ(-x) is of order 1, and R(x) itself may overflow
-        rest = float(ndtr(x)) + math.exp(log_density) * after
+        rest = float(scipy.special.ndtr(x)) + math.exp(log_density) * after
         if rest < 0.75:
             return math.log1p(-rest)
     elif math.isinf(log_density):
@@ -208,7 +208,7 @@ def _log_delta(mu: float, epsilon: float) -> float:
 
 def _mills(x: float) -> float:
     """Mills' ratio."""
-    return math.sqrt(math.pi / 2) * float(erfcx(x / math.sqrt(2)))
+    return math.sqrt(math.pi / 2) * float(scipy.special.erfcx(x / math.sqrt(2)))
 
 
 def _root(f: Callable[[float], float], low: float, high: float) -> float:

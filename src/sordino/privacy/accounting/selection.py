@@ -39,7 +39,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-from scipy.special import ndtr, ndtri
+import scipy  # its parts are imported when they are used
 
 from sordino.core import Trust
 from sordino.errors import SordinoError
@@ -180,14 +180,14 @@ class NegativeBinomial:
         """
 
         def log_f(z: np.ndarray) -> np.ndarray:
-            return np.asarray(np.log(self.gamma + (1 - self.gamma) * ndtr(z)))
+            return np.asarray(np.log(self.gamma + (1 - self.gamma) * scipy.special.ndtr(z)))
 
-        edges = np.linspace(float(ndtri(1e-16 * self.gamma)) - mu, 10.0, SLOPE_CELLS + 1)
+        edges = np.linspace(float(scipy.special.ndtri(1e-16 * self.gamma)) - mu, 10.0, SLOPE_CELLS + 1)
         g, step = log_f(edges + mu) - log_f(edges), edges[1] - edges[0]
         below, above = log_f(edges[:1] + mu) - math.log(self.gamma), -log_f(edges[-1:])  # beyond the grid
         live = log_f(edges[1:] + mu) - log_f(edges[:-1]) > g.max()
         fine = np.linspace(edges[:-1][live], edges[1:][live], SLOPE_PARTS + 1)
-        w = max(1.0, -float(ndtri(self.gamma)))
+        w = max(1.0, -float(scipy.special.ndtri(self.gamma)))
         curved = 2 * (w * (w + 1) + (w + 1) ** 2) * (step / SLOPE_PARTS) ** 2 / 8
         highest = (log_f(fine + mu) - log_f(fine)).max(initial=float(g.max())) + curved
         return (1 + self.eta) * max(float(highest), float(below[0]), float(above[0])) * (1 + 1e-12)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.special import gammaln
+import scipy  # its parts are imported when they are used
 
 OVERFLOW = 1e-6  # of delta, over a whole run
 MOST_OVERFLOW = 2.0**-56  # the largest probability with which one minibatch may overflow, whatever delta is
@@ -44,7 +44,7 @@ def _slots(n: int, q: float, tail: float) -> int:
     if q >= 1 or not len(m):
         return n
     others = n - 1
-    chosen = gammaln(n) - gammaln(m + 1) - gammaln(others - m + 1)
+    chosen = scipy.special.gammaln(n) - scipy.special.gammaln(m + 1) - scipy.special.gammaln(others - m + 1)
     ratio = (others - m) * q / ((m + 1) * (1 - q))
     log_tail = chosen + m * math.log(q) + (others - m) * math.log1p(-q) - np.log1p(-ratio)
     enough = np.flatnonzero(log_tail + _ROUNDING <= tail)

@@ -65,7 +65,6 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are used
-from scipy.special import erfcx, ndtr
 
 from sordino import files
 from sordino.core import Adjacency
@@ -570,7 +569,7 @@ def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
     mass, slack = np.zeros(len(x) - 1), np.zeros(len(x) - 1)
     for weight, mean in mixture:
         y = x - mean
-        below, above = ndtr(y), ndtr(-y)
+        below, above = scipy.special.ndtr(y), scipy.special.ndtr(-y)
         right = y[:-1] > -y[1:]
         mass += weight * np.where(right, above[:-1] - above[1:], below[1:] - below[:-1])
         slack += 8 * _UNIT * weight * np.where(right, above[:-1], below[1:])
@@ -676,7 +675,7 @@ def _curve(
         """log delta at epsilon = the tilted mean, as if the tilted loss were normal."""
         k, mean, variance = moments(theta)
         a = math.sqrt(variance / 2)
-        gap = float(erfcx(theta * a) - erfcx((theta + 1) * a)) / 2
+        gap = float(scipy.special.erfcx(theta * a) - scipy.special.erfcx((theta + 1) * a)) / 2
         return k - theta * mean + math.log(max(gap, 1e-300))
 
     def too_small(theta: float) -> bool:

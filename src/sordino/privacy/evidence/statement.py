@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from scipy.special import ndtr
+import scipy  # its parts are imported when they are used
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.privacy.accounting.events import concentrated_guess
@@ -341,7 +341,9 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     elif unit is Unit.RECORD and cert["mu"] is not None:
         # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
         several = {
-            k: concentrated_guess(k * cert["mu"]) if cert.get("secure") else float(ndtr(k * cert["mu"] / 2))
+            k: concentrated_guess(k * cert["mu"])
+            if cert.get("secure")
+            else float(scipy.special.ndtr(k * cert["mu"] / 2))
             for k in (2, 5, 10)
         }
         bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.special import ndtr
+import scipy  # its parts are imported when they are used
 
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
@@ -309,7 +309,11 @@ def _profile(rate: float, far: float, near: float) -> Callable[[np.ndarray], np.
                 np.logaddexp(math.log1p(-rate), math.log(rate) + shift * x - shift * shift / 2) for shift in (far, near)
             )
             low, high = np.where(first - second < epsilon, x, low), np.where(first - second < epsilon, high, x)
-        tails = [rate * ndtr(far - low), (1 - rate) * ndtr(-low), rate * ndtr(near - low)]
+        tails = [
+            rate * scipy.special.ndtr(far - low),
+            (1 - rate) * scipy.special.ndtr(-low),
+            rate * scipy.special.ndtr(near - low),
+        ]
         return np.asarray(tails[0] - np.expm1(epsilon) * tails[1] - np.exp(epsilon) * tails[2])
 
     return delta

@@ -6,12 +6,12 @@ import math
 from fractions import Fraction
 from functools import lru_cache
 
-from scipy.special import erfcx, ndtri_exp
+import scipy  # its parts are imported when they are used
 
 
 def approximate_quantile(tail: int, bits: int) -> float:
     """x with Q(x) = (tail + 1/2) / 2^bits for the normal's upper tail Q, computed from its logarithm."""
-    return max(0.0, -float(ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
+    return max(0.0, -float(scipy.special.ndtri_exp(math.log(2 * tail + 1) - (bits + 1) * math.log(2))))
 
 
 def quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
@@ -23,7 +23,9 @@ def quantile(tail: int, bits: int) -> tuple[Fraction, Fraction]:
     fraction = bits + 8  # x counts 2^-fraction, and Q counts 2^-(bits + 16)
     middle = (2 * tail + 1) << 15
     start = approximate_quantile(tail, bits)
-    mills = int(math.sqrt(math.pi / 2) * float(erfcx(start / math.sqrt(2))) * 2**60)  # Q / density, as 2^-60
+    mills = int(
+        math.sqrt(math.pi / 2) * float(scipy.special.erfcx(start / math.sqrt(2))) * 2**60
+    )  # Q / density, as 2^-60
 
     def width(change: int) -> int:
         """The change of x for this change of Q."""

@@ -30,8 +30,8 @@ from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
+import scipy  # its parts are imported when they are used
 from numpy.typing import NDArray
-from scipy.special import ndtri
 
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
@@ -481,7 +481,7 @@ def _to_normal(words: Words, out: Floats) -> NDArray[np.intp]:
     tail = np.abs(out)
     few = _RARE * 2.0**-64
     rare = _NONE if tail[tail.argmin()] >= few else np.flatnonzero(tail < few)  # one pass if none is rare
-    np.copysign(ndtri(tail, out=tail), out, out=out)
+    np.copysign(scipy.special.ndtri(tail, out=tail), out, out=out)
     return rare
 
 
