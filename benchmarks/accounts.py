@@ -273,7 +273,13 @@ def page(document: dict[str, Any]) -> str:
         cells = [f"{found[n]['noise']:.3f} ({found[n]['s']:.1f} s)" if n in found else "–" for n in names]
         drawn = q.name if q.sampler == "full" else f"{q.drawn} of {q.population:,} {q.name}, {q.sampler}"
         lines.append(f"| {drawn} | {q.times:,} | {q.epsilon:g} | {q.adjacency} | " + " | ".join(cells) + " |")
-    lines += ["", *(note.format(more=_more(rows), later=document.get("later", "")) for note in NOTES), "", "## Integers and correlated noise", ""]
+    lines += [
+        "",
+        *(note.format(more=_more(rows), later=document.get("later", "")) for note in NOTES),
+        "",
+        "## Integers and correlated noise",
+        "",
+    ]
     lines += [
         "70 rounds of 20 clients at ε = 1 under secure aggregation, noise of the sum over the clip. *Exact* is what "
         "Gaussian noise needs that is neither rounded to integers nor anything else, for the same releases (and "
