@@ -46,6 +46,7 @@ PRIVATE = (
     "data",
     "data_dir",
     "label",
+    "text",
     "schema",
     "public_stats",
     "private_statistics",
