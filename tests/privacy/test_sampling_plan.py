@@ -356,6 +356,25 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
         cost("crossed", entry(0.1, "cyclic add-remove"))
 
 
+def test_two_runs_with_allocation_are_not_one_epoch(tmp_path):
+    """Half an epoch in each of two runs: a record may be in a minibatch of both. One epoch would cost less."""
+
+    def cost(name, *plans):
+        charged = [entry(0.25, "allocation add-remove", times=2)._replace(plan=plan) for plan in plans]
+        with Ledger(tmp_path / f"{name}.db") as ledger:
+            for t, each in enumerate(charged):
+                ledger.charge([each._replace(round=t)])
+            return ledger.spent_epsilon("a", 1e-5)
+
+    whole, halves = (
+        subsampled.epsilon([SampledGaussian(0.25, 1.0, times, Sampler.ALLOCATION)] * n, 1e-5, Adjacency.ADD_REMOVE)
+        for times, n in ((4, 1), (2, 2))
+    )
+    assert cost("one", "p", "p") == pytest.approx(whole, rel=1e-9)
+    assert cost("two", "p", "r") == pytest.approx(halves, rel=1e-9)
+    assert halves > 1.01 * whole, "the runs' minibatches counted together would cost too little"
+
+
 def test_every_limit_ever_set_is_kept(tmp_path):
     """Sampled releases are not ordered by one number: they may keep a strict limit and break a lax one."""
     Ledger(tmp_path / "ledger.db", epsilon=3.0, delta=1e-10).close()
