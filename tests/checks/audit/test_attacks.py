@@ -405,7 +405,7 @@ def test_all_includes_minibatches_where_they_are_certified():
     assert found == [
         ("dp-fedgd", unit, *rest)
         for unit in ("record", "person")
-        for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4"))
+        for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4", "allocation:4"))
     ]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
