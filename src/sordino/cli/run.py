@@ -43,7 +43,11 @@ RUN_FLAGS = (
         "participation",
         "clients per round: full, fixed:K, poisson:Q, or cyclic:B for B cohorts in turn (default: full)",
     ),
-    ("--batch", "batch", "records per gradient: full, poisson:16, poisson:0.01 or fixed:16 (default: full)"),
+    (
+        "--batch",
+        "batch",
+        "records per gradient: full, poisson:16, poisson:0.01, fixed:16 or allocation:16 (default: full)",
+    ),
     (
         "--public-stats",
         "public_stats",

@@ -326,6 +326,11 @@ class Terms:
             raise SordinoError(
                 "trust: trusted-server is not possible in a federation; use untrusted-server or secure-aggregation."
             )
+        if spec.batch.startswith("allocation"):
+            raise SordinoError(
+                f"batch: {spec.batch} is not possible in a federation, because a site that starts again draws anew "
+                "which record is in which minibatch of the epoch; use poisson or fixed."
+            )
         return resolve(spec, elsewhere=True)
 
     def _check_clients(self, spec: Spec) -> None:
