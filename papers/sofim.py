@@ -67,8 +67,8 @@ INFERRED: dict[float, dict[str, Any]] = {  # the paper has bias correction up to
 FORMS = ("gradient", "momentum")
 FEATURES = "the features are not the paper's: compare orders, gaps and shapes, not levels"
 TUNED = (
-    "settings: chosen on validation records (seed 0) under the noise of the row, over the paper's fine grid, with steps "
-    "between 0.1 and 0.3 for DP-FedGD"
+    "settings: chosen on validation records (seed 0) under the noise of the row, over the paper's fine grid, with "
+    "steps between 0.1 and 0.3 for DP-FedGD"
 )
 OWN_PARTS = (
     "DP-FedSOFIM is tuned with and without the parts of its paper for small budgets: bias correction up to epsilon 1, "
@@ -176,12 +176,17 @@ def comparison(
         ]
 
     wants = entered(tunings, ROUNDS)
-    notes = [FEATURES, TUNED, *grown(tunings), OWN_PARTS, AS_PRINTED]
+    notes = [FEATURES, TUNED, OWN_PARTS, AS_PRINTED]
+    notes += [
+        f"tuning under {world['trust']}: {tuning['how']}" for (world, _), tuning in zip(worlds, tunings, strict=True)
+    ]
     lines = trained(request, wants)
     if not request.settings:  # a file has settings for one round
         early = entered([request.tuning(f"{EARLY_SETTINGS}{name}") for _, name in worlds], EARLY)
         lines += trained(request, [want for want in early if EARLY in want.printed], min(EARLY, ROUNDS))
-        notes.append(f"rows tuned for round {EARLY} have settings of their own, chosen by the accuracy after that round")
+        notes.append(
+            f"rows tuned for round {EARLY} have settings of their own, chosen by the accuracy after that round"
+        )
     if len(worlds) > 1:
         notes.append("under secure aggregation records are pooled, and methods that are not proved there are left out")
     for world, _ in worlds:
@@ -192,12 +197,6 @@ def comparison(
     if partition == "iid":
         notes.append("settings are those of the Dirichlet partition: the paper says both that it kept and retuned them")
     return TableResult(lines, "epsilon", notes, tunings[0])
-
-
-def grown(tunings: Sequence[dict[str, Any]]) -> list[str]:
-    """A note on grids that were extended."""
-    words = compare.extended([setting for tuning in tunings for setting in tuning["settings"]])
-    return [f"grids {words.removeprefix('; ')}"] if words else []
 
 
 BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))

@@ -155,7 +155,9 @@ def test_a_table_is_run_and_written(capsys, features, name):
     assert all(line["settings"] for line in lines)
     if name == "sofim-3":
         methods = [line["labels"]["method"] for line in lines]
-        assert methods.count("DP-FedSOFIM (momentum)") == 4  # each message seen or sums alone; tuned for 10 or 70 rounds
+        assert (
+            methods.count("DP-FedSOFIM (momentum)") == 4
+        )  # each message seen or sums alone; tuned for 10 or 70 rounds
         assert methods.count("DP-SCAFFOLD") == 2  # not proved for sums
         early = [line for line in lines if line["labels"]["tuned for"] == "round 10"]
         assert 2 * len(early) == len(lines)

@@ -108,14 +108,22 @@ def test_every_preset_names_options_that_the_method_has(name, method):
 def test_the_fine_grids_are_as_large_as_the_paper_s():
     """But for DP-FedGD, which also has the steps between 0.1 and 0.3, and DP-FTRL, which also has DP-FedGD's."""
     sizes = {name: grids.size(grid) for name, grid in grids.FINE.items()}
-    paper = {"dp-fedgd": 5 + 3, "dp-fedavg": 25, "dp-fedfc": 30, "dp-scaffold": 100, "dp-fedadam": 144, "dp-fedyogi": 180}
+    paper = {
+        "dp-fedgd": 5 + 3,
+        "dp-fedavg": 25,
+        "dp-fedfc": 30,
+        "dp-scaffold": 100,
+        "dp-fedadam": 144,
+        "dp-fedyogi": 180,
+    }
     assert paper | {"dp-adafedprox": 240, "dp-fedsofim": 120, "dp-ftrl": 6 + 5} == sizes
 
 
 def test_dp_fedsofim_has_the_parts_of_its_paper_at_small_budgets():
     small, one, large = (grids.preset("paper-fine", "dp-fedsofim", epsilon) for epsilon in (0.5, 1.0, 5.0))
     assert small["bias_correction"] == one["bias_correction"] == (False, True)
-    assert 20 in small["ema_rounds"] and 20 in small["warm_start"]
+    assert 20 in small["ema_rounds"]
+    assert 20 in small["warm_start"]
     assert "ema_rounds" not in one
     assert large == grids.FINE["dp-fedsofim"]
     assert grids.preset("paper-fine", "dp-fedgd", 0.5) == grids.FINE["dp-fedgd"]

@@ -534,10 +534,10 @@ def _certified(document: Document) -> str:
     barred = sum(len(each) > 1 for each, has in zip(reasons, seeded, strict=True) if has)
     could = sum(seeded) - barred
     return (
-        f"{'All' if all(seeded) else f'{sum(seeded):,} of {len(runs):,}'} runs with noise have a seed, so that they can "
-        f"be repeated. Whoever knows the seed can subtract the noise, so such a run is never certified; without its seed "
-        f"the same command is, for {could:,} of these {sum(seeded):,} runs. Certified as they are: {certified:,} of "
-        f"{len(runs):,}.{why}"
+        f"{'All' if all(seeded) else f'{sum(seeded):,} of {len(runs):,}'} runs with noise have a seed, so that they "
+        "can be repeated. Whoever knows the seed can subtract the noise, so such a run is never certified; without its "
+        f"seed the same command is, for {could:,} of these {sum(seeded):,} runs. Certified as they are: {certified:,} "
+        f"of {len(runs):,}.{why}"
     )
 
 

@@ -9,7 +9,8 @@ outside its grid would be judged by the grid.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,7 +42,7 @@ class Tuned(NamedTuple):
     options: dict[str, Any]  # the best setting alone
     score: float  # its metric on validation records
     tried: int
-    added: dict[str, list[Any]] = {}  # by option: values beyond the edge of the grid that were tried too
+    added: Mapping[str, list[Any]] = MappingProxyType({})  # by option: values tried beyond the edge of the grid
     edge: tuple[str, ...] = ()  # options whose best value still lies on the edge of what was tried
 
 
