@@ -31,9 +31,13 @@ def add(commands: Any) -> None:
         "python -m papers\n"
         "python -m papers sofim-3 --data-dir data\n"
         "python -m papers sofim-12 --data-dir data --epsilons 5 --seeds 1 --out runs/paper\n"
-        "python -m papers fednew-8 --data-dir data --device cuda",
+        "python -m papers fednew-8 --data-dir data --device cuda\n"
+        "python -m papers all --smoke",
     )
     parser.add_argument("table", nargs="?", metavar="TABLE", help="such as sofim-3; without it, all are listed")
+    parser.add_argument(
+        "--smoke", action="store_true", help="two rounds on made-up files, to see that it runs; all means every table"
+    )
     parser.add_argument(
         "--data-dir", metavar="DIR", help="where features and sets lie (or $SORDINO_DATA, or the cache)"
     )
@@ -57,6 +61,8 @@ def act(arguments: argparse.Namespace) -> int:
     from papers import catalog, tables
 
     known = catalog.tables()
+    if arguments.smoke:
+        return _smoke(arguments, known)
     if arguments.table is None:
         return _list(arguments, list(known.values()))
     if arguments.table not in known:
@@ -92,6 +98,26 @@ def act(arguments: argparse.Namespace) -> int:
             page.print(f"- {note}", markup=False)
         page.print(f"written to {arguments.out}: {', '.join(path.name for path in written)}", markup=False)
     return 0
+
+
+def _smoke(arguments: argparse.Namespace, known: dict[str, Any]) -> int:
+    """Every table, or one, for two rounds on stand-in files."""
+    from papers import smoke
+
+    if arguments.table not in (*known, "all"):
+        raise SordinoError(f"table: '{arguments.table}' is unknown.{nearest(str(arguments.table), [*known, 'all'])}")
+    names = list(known) if arguments.table == "all" else [arguments.table]
+    with bar("tables", len(names)) as tick:
+        rows = smoke.run([known[name] for name in names], tick)
+    if not emit(arguments, rows):
+        table(
+            ["table", "lines", "runs", "seconds", "outcome"],
+            [
+                [row["table"], str(row["lines"]), str(row["runs"]), f"{row['seconds']:.1f}", row["outcome"]]
+                for row in rows
+            ],
+        )
+    return 0 if all(row["outcome"] == "ran" for row in rows) else 1
 
 
 def _clients(text: str) -> tuple[int, ...]:

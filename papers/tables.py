@@ -95,6 +95,8 @@ class TableRequest:
     device: str = "cpu"
     settings: str | None = None  # a file; the table's own
     tick: Tick = lambda runs: None
+    rounds: int | None = None  # of every run; the table's own
+    most_settings: int | None = None  # of a grid that are tried; all
 
     @cached_property
     def source(self) -> str:
@@ -103,6 +105,11 @@ class TableRequest:
         if where is None:
             raise SordinoError(f"data: {self.table.needs} is not on this machine; {self.table.source}.")
         return where
+
+    @property
+    def shortened(self) -> dict[str, Any]:
+        """The number of rounds, where the request names one."""
+        return {} if self.rounds is None else {"rounds": self.rounds}
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -149,7 +156,7 @@ def attempt(
     """split: one partition for all seeds, so that they fit one batch. own_data: each seed has its own data. stop: train
     only so many rounds."""
     specs = [
-        Spec.of({**want.values, "seed": seed, "split_seed": seed if split is None else split})
+        Spec.of({**want.values, **request.shortened, "seed": seed, "split_seed": seed if split is None else split})
         for want in wants
         for seed in seeds
     ]

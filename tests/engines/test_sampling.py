@@ -12,7 +12,7 @@ from scipy.stats import kstest, norm
 from sordino.core import Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
-from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, round_plans
+from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, check_stream, round_plans
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
@@ -426,3 +426,71 @@ def test_records_take_any_slot_with_the_same_chance():
     expected = counts.sum() / counts.size
     assert (np.abs(counts - expected) < 5 * math.sqrt(expected)).all()
     assert abs(counts.sum() / (6 * 2000) - 0.5) < 0.02
+
+
+# ------------------------------------------------------------------------------------------------- random allocation
+
+
+def allocated_plan(rounds=7, sizes=(9, 12), batch="allocation:4", method=None, **privacy):
+    method = method or build("dp-fedgd", lr=1e-12)
+    return Plan(method, rounds, sizes, Privacy(EPSILON, DELTA, **privacy), sampling=Sampling.parse(batch))
+
+
+def minibatches(plan, client, source):
+    """The records in each round's minibatch of a client."""
+    rounds = round_plans(plan, LINE)
+    drawn = [assign_slots(source, Address(client, r.t, SAMPLING), r, plan.sizes[client]) for r in rounds]
+    return [sorted(each[each >= 0].tolist()) for each in drawn]
+
+
+def epochs_hold_all(drawn, bins, size):
+    """Does every whole epoch hold each record exactly once?"""
+    epochs = [drawn[k : k + bins] for k in range(0, len(drawn) - bins + 1, bins)]
+    return all(sorted(itertools.chain(*epoch)) == list(range(size)) for epoch in epochs)
+
+
+def test_each_record_is_in_one_minibatch_of_an_epoch():
+    plan = allocated_plan(rounds=60)
+    assert plan.rates.tolist() == [1 / 2, 1 / 3]
+    for client, bins in ((0, 2), (1, 3)):
+        drawn = minibatches(plan, client, Secure(b"k" * 32))
+        assert epochs_hold_all(drawn, bins, plan.sizes[client])
+        first = drawn[::bins]
+        assert len(set(map(tuple, first))) > 3, "every epoch draws anew"
+        sizes = np.array([len(each) for each in drawn])
+        assert sizes.std() > 0.5, "sizes are random, so no record makes room for another"
+        share = np.mean([0 in each for each in first])
+        assert abs(share - 1 / bins) < 4.5 * math.sqrt((1 / bins) * (1 - 1 / bins) / len(first))
+    mutant = minibatches(replace(plan, sampling=Sampling.parse("poisson:4")), 0, Secure(b"k" * 32))
+    assert not epochs_hold_all(mutant, 2, plan.sizes[0]), "Poisson minibatches are found out"
+
+
+def test_a_client_continues_its_epoch_after_rounds_without_it():
+    method, privacy = build("dp-fedgd", lr=1e-12), Privacy(EPSILON, DELTA)
+    plan = Plan(method, 12, (8, 8), privacy, Participation.parse("cyclic:2"), sampling=Sampling.parse("allocation:4"))
+    drawn = minibatches(plan, 1, Secure(b"k" * 32))
+    assert epochs_hold_all(drawn[1::2], 2, 8)
+
+
+@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+def test_both_engines_draw_the_same_allocation(trust):
+    plan = allocated_plan(sizes=(3, 5, 8), batch="allocation:2", trust=trust, adjacency="add-remove")
+    ours = [r.aggregate for r in reference.run(plan, SOFTMAX, mixed(), Seeded(3))]
+    theirs = [r.aggregate for r in simulate.run(plan, SOFTMAX, mixed(), Seeded(3), shares=True)]
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-9, atol=1e-12)
+
+
+def test_what_an_allocation_needs_is_checked():
+    plan = allocated_plan(adjacency="add-remove")
+    round_plan = next(iter(round_plans(plan, LINE)))
+    with pytest.raises(OverspentError, match="one more was drawn"):
+        assign_slots(Seeded(1), Address(0, 0, SAMPLING, 1), round_plan, 9)
+    with pytest.raises(SordinoError, match="cannot continue it"):
+        check_stream(plan, 1, Secure(b"k" * 32))
+    check_stream(plan, 0, Secure(b"k" * 32))
+    with pytest.raises(SordinoError, match="two kinds of questions"):
+        allocated_plan(method=build("dp-fedgd", quantile=0.5))
+    with pytest.raises(SordinoError, match="separate part of the stream"):
+        allocated_plan(method=build("dp-ftrl"))
+    with pytest.raises(SordinoError, match="whole number of records"):
+        Sampling.parse("allocation:0.5")

@@ -19,6 +19,7 @@ from sordino.privacy import spending
 from sordino.privacy.evidence.ledger import NOTES
 from sordino.training.predict import load_run
 from sordino.training.verify_run import verify_run
+from tests.support import tiers
 
 NAMES = ("north", "south", "west")
 OPEN = {
@@ -89,8 +90,15 @@ def test_rough_ranges_are_told_to_the_coordinator_and_to_the_sites(places, epsil
     assert ("are rough" in made.events("north")[-1].get("hint", "")) is warned
 
 
-@pytest.mark.parametrize("persons", [False, True])
-@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+FOUND = [
+    ("untrusted-server", False),
+    ("secure-aggregation", True),
+    ("untrusted-server", True),
+    ("secure-aggregation", False),
+]
+
+
+@pytest.mark.parametrize(("trust", "persons"), tiers(FOUND, 2))
 def test_a_federation_finds_ranges_levels_and_shares_and_trains_with_them(places, trust, persons):
 
     made = places(trust, persons)

@@ -97,3 +97,13 @@ def test_a_site_refuses_terms_whose_images_are_laid_out_otherwise(federation, ta
     refused = [event["detail"] for event in federation.events(NORTH) if event["what"] == "refused"]
     assert (reply.kind == "refused") == bool(reason)
     assert not reason or reason in refused[-1]
+
+
+def test_an_allocation_of_records_is_refused_in_a_federation(tiny, talk):
+    """A site that starts again would draw anew which record is in which minibatch of the epoch."""
+    federation = tiny("dp-fedgd")
+    terms = federation.terms()
+    assert talk(federation.site(NORTH), terms).propose().kind == "agreed"
+    reply = talk(federation.site(NORTH), federation.terms({"batch": "allocation:4"}, run="cd" * 16)).propose()
+    assert reply.kind == "refused"
+    assert "not possible in a federation" in federation.events(NORTH)[-1]["detail"]

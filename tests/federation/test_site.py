@@ -31,6 +31,7 @@ from sordino.privacy.evidence import public
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.secagg import Identity, Roster
+from tests.support import tiers
 
 NORTH, FOUR = "north", tuple("abcd")
 
@@ -433,11 +434,12 @@ WITHIN = (
 )  # once the data were asked something
 
 
+@pytest.mark.parametrize("errors", tiers([2, len(ERRORS)], 1))
 @pytest.mark.parametrize(("kind", "place"), PLACES)
-def test_what_an_exception_says_stays_at_the_site(tiny, talk, monkeypatch, kind, place):
+def test_what_an_exception_says_stays_at_the_site(tiny, talk, monkeypatch, kind, place, errors):
     within = kind == "round" and place.endswith(WITHIN)
     encode, federation = wire.encode, None
-    for error in ERRORS:
+    for error in ERRORS[:errors]:
         if federation is None or within:
             federation = tiny(trust="secure-aggregation", names=FOUR)
             request = request_of(federation, talk, kind)

@@ -45,7 +45,7 @@ def test_engines_agree(model, batch):
         torch.testing.assert_close(a.checkpoint.state.log_clip, b.checkpoint.state.log_clip, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
+@pytest.mark.parametrize("model", [MODEL, pytest.param(net(), marks=pytest.mark.soak)], ids=["linear", "network"])
 def test_the_clip_finds_the_median(model):
     data = records(300)
     plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)

@@ -504,7 +504,9 @@ def test_peft_computes_the_same_from_our_files(name, tmp_path):
     save_peft(tmp_path, flat, theta)
     assert torch.equal(load_peft(tmp_path, flat), theta)
 
+    base = json.loads((tmp_path / "adapter_config.json").read_text())["auto_mapping"]
     network = library().plain(name, classes=CLASSES, seed=0, **TINY[name])
+    assert base == {"base_model_class": type(network).__name__, "parent_library": type(network).__module__}
     theirs = peft.PeftModel.from_pretrained(network, tmp_path).eval()
     _, x = made(name)
     rows = library().Rows(theirs.base_model.model, module_of(flat).pad).eval()
@@ -524,6 +526,12 @@ def test_files_of_another_rank_are_refused(tmp_path):
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 2
     with pytest.raises(SordinoError, match="it has rank 2 and alpha 32, but the model has 4"):
         load_peft(tmp_path, adapt(Plain(), rank=4))
+
+    class Other(Plain):
+        pass
+
+    with pytest.raises(SordinoError, match="its base is a Plain, but the model is a Other"):
+        load_peft(tmp_path, adapt(Other(), rank=2))
     with pytest.raises(SordinoError, match="does not fit the model at"):
         load_peft(tmp_path, adapt(Plain(layers=1), rank=2))
     with pytest.raises(SordinoError, match="theta"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from papers import catalog, fednew, sofim, tables
+from papers import catalog, fednew, smoke, sofim, tables
 from papers.__main__ import main
 
 ROWS = {
@@ -236,3 +236,41 @@ def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, 
     assert all(
         line["settings"].get("uncertified", False) == (line["labels"]["certified"] == "no") for line in found["lines"]
     )
+
+
+# -------------------------------------------------------------------------------------------------------------- smoke
+
+
+def smoked(*names):
+    known = catalog.tables()
+    return smoke.run([known[name] for name in names], lambda n: None)
+
+
+def test_presets_run_on_stand_ins_for_two_rounds():
+    rows = smoked("sofim-3", "sofim-12")
+    assert [row["outcome"] for row in rows] == ["ran", "ran"]
+    assert all(row["runs"] >= row["lines"] > 0 for row in rows)
+
+
+def test_a_preset_that_fails_is_a_row_and_not_a_traceback(monkeypatch):
+    def broken(request):
+        raise KeyError("a column")
+
+    table = catalog.tables()["sofim-3"]._replace(make=broken)
+    (row,) = smoke.run([table], lambda n: None)
+    assert row["outcome"] == "KeyError: 'a column'"
+
+
+def test_smoke_needs_a_table_or_all(capsys):
+    assert main(["none", "--smoke"]) == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", list(catalog.tables()))
+def test_every_preset_runs_on_stand_ins(name):
+    pytest.importorskip("transformers", reason="pip install sordino[transformers]")
+    (row,) = smoked(name)
+    assert row["outcome"] == "ran"
+    assert row["lines"] > 0
+    printed = {"adamw-18": 4, "adamw-19": 1, "adamw-20": 1}  # commands, which were run
+    assert row["runs"] == printed.get(name, row["runs"])

@@ -64,7 +64,10 @@ def own_account(found, i, *, slower=1.0):
     hidden = promise.unit is Unit.CLIENT and promise.trust is Trust.TRUSTED_SERVER
     hidden = hidden and kind in ("poisson", "fixed")
     sizes = np.asarray(found.sizes, dtype=float)
-    batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
+    if found.sampling.kind == "allocation":
+        batch = 1 / np.floor(sizes / found.sampling.amount)
+    else:
+        batch = found.sampling.amount if 0 < found.sampling.amount < 1 else found.sampling.amount / sizes
     rates = np.ones(found.clients) if found.sampling.kind == "full" else np.minimum(batch, 1) * np.ones(found.clients)
     for this_round in round_plans(found, MODEL):
         if i not in this_round.cohort and not hidden:
@@ -108,6 +111,10 @@ PLANS = {
     "a part": dict(batch="poisson:0.1", divisor="client-mean"),
     "fixed": dict(batch="fixed:4"),
     "fixed, add-remove": dict(batch="fixed:4", **ADD),
+    "allocation": dict(batch="allocation:4", sizes=(12, 30)),
+    "allocation, add-remove": dict(batch="allocation:4", sizes=(12, 30), **ADD),
+    "allocation, in sums": dict(batch="allocation:4", sizes=(12, 30), **SA, **ADD),
+    "allocation, two steps": dict(name="dp-fedavg", options={"steps": 2}, batch="allocation:4", sizes=(12, 30), **ADD),
     "fixed, in sums": dict(batch="fixed:4", sizes=(12, 12), **SA),
     "a small client": dict(batch="poisson:12", sizes=(5, 60)),
     "sums of unequal clients": dict(batch="poisson:4", **SA),
@@ -293,7 +300,15 @@ def paid(found, path, limit=None):
 
 
 @pytest.mark.parametrize(
-    "name", ["poisson, replace-one", "fixed", "joint", "curvature of all", "whole clients, add-remove"]
+    "name",
+    [
+        "poisson, replace-one",
+        "fixed",
+        "allocation, add-remove",
+        "joint",
+        "curvature of all",
+        "whole clients, add-remove",
+    ],
 )
 def test_rounds_in_the_ledger_add_up_to_the_plan(name, tmp_path):
     found = plan(**{**PLANS[name], "rounds": 3})
@@ -339,6 +354,25 @@ def test_mixtures_of_samplers_are_at_least_what_each_would_be_alone(tmp_path):
     assert own == pytest.approx(subsampled.epsilon(both, 1e-5, Adjacency.REPLACE_ONE), rel=1e-9)
     with pytest.raises(SordinoError, match="sampler"):
         cost("crossed", entry(0.1, "cyclic add-remove"))
+
+
+def test_two_runs_with_allocation_are_not_one_epoch(tmp_path):
+    """Half an epoch in each of two runs: a record may be in a minibatch of both. One epoch would cost less."""
+
+    def cost(name, *plans):
+        charged = [entry(0.25, "allocation add-remove", times=2)._replace(plan=plan) for plan in plans]
+        with Ledger(tmp_path / f"{name}.db") as ledger:
+            for t, each in enumerate(charged):
+                ledger.charge([each._replace(round=t)])
+            return ledger.spent_epsilon("a", 1e-5)
+
+    whole, halves = (
+        subsampled.epsilon([SampledGaussian(0.25, 1.0, times, Sampler.ALLOCATION)] * n, 1e-5, Adjacency.ADD_REMOVE)
+        for times, n in ((4, 1), (2, 2))
+    )
+    assert cost("one", "p", "p") == pytest.approx(whole, rel=1e-9)
+    assert cost("two", "p", "r") == pytest.approx(halves, rel=1e-9)
+    assert halves > 1.01 * whole, "the runs' minibatches counted together would cost too little"
 
 
 def test_every_limit_ever_set_is_kept(tmp_path):

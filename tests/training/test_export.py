@@ -13,7 +13,7 @@ from sordino.data.preprocess import preprocess
 from sordino.errors import SordinoError
 from sordino.training import export as exporting
 from sordino.training.export import FORMATS, export
-from tests.support import AGE, DIED, WARD
+from tests.support import AGE, DIED, WARD, tiers
 
 SCHEMA = DIED + AGE + WARD
 RUNS = {
@@ -87,7 +87,7 @@ def expected(run, x):
     return run.predict_proba(x) if run.classes else run.predict(x)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", tiers(RUNS, ["table", "many", "value", "half", "network", "images", "trees"]))
 def test_torch_agrees(runs, name, tmp_path):
     run = runs(name)
     x = records(run)

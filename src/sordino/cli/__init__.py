@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from sordino.cli import (
@@ -78,7 +79,7 @@ def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
-        arguments, rest = _parser(commands).parse_known_args(argv)
+        arguments, rest = _parser(tuple(commands)).parse_known_args(argv)
         if rest:
             raise _unknown(arguments.command, rest)
         return int(arguments.act(arguments))
@@ -111,7 +112,8 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
     return SordinoError(f"{where}: '{rest[0]}' is unknown.{hint}")
 
 
-def _parser(modules: Sequence[Any]) -> argparse.ArgumentParser:
+@cache
+def _parser(modules: tuple[Any, ...]) -> argparse.ArgumentParser:
     from sordino.version import __version__
 
     parser = Parser(

@@ -33,7 +33,7 @@ one canary: a real record with a wrong label. One attacker sees the final model,
 statements about these two attacks, not about privacy in general, and they are not differentially private: they are as
 confidential as the records. They go into the run's private/ (audit.json, audit.png).
 """
-SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4")  # audits with minibatches that --all adds
+SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4", "allocation:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")
 # Calibrated intercepts and slope: a quarter of the budget each, so that all is seen, and a clip that gradients reach.
 CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
@@ -94,7 +94,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--batch",
         metavar="X",
-        help="minibatches: poisson:16, fixed:16 (default: full; --all adds poisson:4 and fixed:4 of dp-fedgd)",
+        help="minibatches: poisson:16, fixed:16, allocation:16 (default: full; --all adds some of dp-fedgd)",
     )
     parser.add_argument(
         "--dtype", default="float32", metavar="X", help="arithmetic of the runs: float32 (default) or float64"

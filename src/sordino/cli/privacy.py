@@ -44,7 +44,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--clients", type=int, default=1, metavar="N", help="number of clients (default: 1)")
     parser.add_argument("--records", type=int, help="records per client; with it, the noise on the aggregate is shown")
     parser.add_argument(
-        "--batch", default="full", help="records per release: full, poisson:16, poisson:0.01, fixed:16 (default: full)"
+        "--batch",
+        default="full",
+        help="records per release: full, poisson:16, poisson:0.01, fixed:16, allocation:16 (default: full)",
     )
     parser.add_argument(
         "--clip",

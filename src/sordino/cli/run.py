@@ -16,6 +16,7 @@ RUN_FLAGS = (
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
     ("--data-dir", "data_dir", "folder of published data sets (also: $SORDINO_DATA)"),
     ("--label", "label", "label column of a table"),
+    ("--text", "text", "column of text of a table, for models that read text"),
     ("--schema", "schema", "a schema.toml: what the columns of a table mean (see 'sordino schema')"),
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     (
@@ -42,7 +43,11 @@ RUN_FLAGS = (
         "participation",
         "clients per round: full, fixed:K, poisson:Q, or cyclic:B for B cohorts in turn (default: full)",
     ),
-    ("--batch", "batch", "records per gradient: full, poisson:16, poisson:0.01 or fixed:16 (default: full)"),
+    (
+        "--batch",
+        "batch",
+        "records per gradient: full, poisson:16, poisson:0.01, fixed:16 or allocation:16 (default: full)",
+    ),
     (
         "--public-stats",
         "public_stats",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,7 +117,10 @@ def npz_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
     return check_features(x, "x")
 
 
-def read_table(path: Path, label: str | None, client: str | None, person: str | None = None) -> Raw:
+def _open_with_roles(
+    path: Path, label: str | None, others: Mapping[str, str | None]
+) -> tuple[Any, list[str], dict[str, str | None]]:
+    """A table, its columns, and which of them have a role. The label's may be found by its usual name."""
     table = open_table(path)
     # A data frame's saved index is a name of the row, not a feature of it.
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
@@ -130,14 +133,19 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
             why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABEL_COLUMNS)}"
             raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
         label = found[0]
-    roles = {"label": label, "client": client, "person": person}
+    roles = {"label": label, **others}
     for field, name in roles.items():
         if name is not None and name not in names:
             raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, names)}")
         if name is not None and (other := next(role for role, column in roles.items() if column == name)) != field:
             raise SordinoError(f"{field}: '{name}' is the {other} column already; name another.")
+    return table, names, roles
+
+
+def read_table(path: Path, label: str | None, client: str | None, person: str | None = None) -> Raw:
+    table, names, roles = _open_with_roles(path, label, {"client": client, "person": person})
     tables.check_encoding(table, names, path)
-    features = [name for name in names if name not in (label, client, person)]
+    features = [name for name in names if name not in roles.values()]
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
     if words:
@@ -150,11 +158,43 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
         for j, name in enumerate(features):
             x[:, j] = numeric[name]
-    site, who = (
-        None if roles[role] is None else _words(table.column(roles[role]), role, str(roles[role]))
-        for role in ("client", "person")
-    )
-    return Raw(x, _words(table.column(label), "label", label), site, features=features, person=who)
+    y, site, who = _roles(table, roles)
+    return Raw(x, y, site, features=features, person=who)
+
+
+def _roles(table: Any, roles: Mapping[str, str | None]) -> list[Any]:
+    """Labels, clients and persons; None where no column has the role."""
+    named = {role: roles[role] for role in ("label", "client", "person")}
+    return [None if name is None else _words(table.column(name), role, name) for role, name in named.items()]
+
+
+def read_texts(path: Path, text: str, label: str | None, client: str | None, person: str | None = None) -> Raw:
+    """A table with a column of text: `x` holds its strings, one per record. Other columns are ignored.
+
+    Raises:
+        SordinoError: A column is absent, or a text is missing.
+    """
+    table, _, roles = _open_with_roles(path, label, {"text": text, "client": client, "person": person})
+    x = text_column(table, text, path)
+    y, site, who = _roles(table, roles)
+    return Raw(np.asarray(x, object), y, site, person=who)
+
+
+def text_column(table: Any, name: str, path: Path) -> list[str]:
+    """The strings of a column.
+
+    Raises:
+        SordinoError: The column is absent, does not hold text, or lacks an entry.
+    """
+    if name not in table.column_names:
+        raise SordinoError(f"text: '{path}' has no column '{name}'.{nearest(name, table.column_names)}")
+    tables.check_encoding(table, [name], path)
+    if _numeric(table.column(name)) is not None:
+        raise SordinoError(f"text: column '{name}' of '{path}' holds numbers; name a column of text.")
+    cells = tables.texts(table.column(name)).to_pylist()
+    if absent := sum(cell is None or cell == "" for cell in cells):
+        raise SordinoError(f"text: {absent} entries of column '{name}' are missing; fill or drop those records.")
+    return [str(cell) for cell in cells]
 
 
 def table_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:

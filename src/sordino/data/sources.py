@@ -7,7 +7,7 @@ and lets it shape the features.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,11 +16,18 @@ import numpy as np
 from sordino.data import catalog, tables
 from sordino.data.arrays import by_public_classes, check_features, check_same_length, encode_labels, quantities
 from sordino.data.preprocess import preprocess, read_public_statistics, scaler
-from sordino.data.readers import Raw, reader_of, suffixes
+from sordino.data.readers import Raw, read_texts, reader_of, suffixes
 from sordino.data.schema import Schema
 from sordino.data.splits import generator, hold_out, hold_out_clients, hold_out_persons
 from sordino.data.synthetic import BUILT_IN, digits, synthetic
 from sordino.errors import SordinoError, nearest
+
+
+class TextColumn(NamedTuple):
+    """A column of text, and how its strings become numbers: each by itself, and by public rules."""
+
+    name: str
+    encode: Callable[[Sequence[str]], np.ndarray]  # (n strings) -> n rows of token ids
 
 
 class Dataset(NamedTuple):
@@ -90,6 +97,7 @@ def load(
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
     schema: Schema | None = None,
+    text: TextColumn | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
 
@@ -111,6 +119,7 @@ def load(
         they are quantities.
       whole_clients: hold out all records of some clients, and none of the others.
       schema: what the columns of a table mean; it names label, clients and classes, and encodes each record by itself.
+      text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
     Returns:
       The records, with their labels as class indices.
@@ -128,7 +137,9 @@ def load(
             f"test_fraction: {test_fraction:g} must lie above 0 and below 1. It cannot be 0, because every run scores "
             "its model on records that it set aside; 0.2 is usual, and 0.01 sets aside one record in a hundred."
         )
-    if schema is None:
+    if text is not None:
+        raw = _read_by_text(str(source), text, label, client, person, schema, normalize)
+    elif schema is None:
         raw = _read(str(source), label, client, person, test_fraction, seed, data_dir)
     else:
         raw = _read_by_schema(str(source), schema, label)
@@ -286,10 +297,10 @@ def encode_file(source: str, schema: Schema) -> np.ndarray:
     return schema.open(_table_path(source), target=False).x
 
 
-def _table_path(source: str) -> Path:
+def _table_path(source: str, field: str = "schema") -> Path:
     path = Path(source).expanduser()
     if tables.suffix_of(path) not in tables.SUFFIXES:
-        raise SordinoError(f"schema: '{source}' is no table; a schema describes {', '.join(tables.SUFFIXES)} files.")
+        raise SordinoError(f"{field}: '{source}' is no table; a {field} describes {', '.join(tables.SUFFIXES)} files.")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return path
@@ -301,6 +312,25 @@ def _read_by_schema(source: str, schema: Schema, label: str | None) -> Raw:
         raise SordinoError(f"label: the schema's target is '{schema.target.column}', not '{label}'; leave label out.")
     x, y, site, who = schema.open(path)
     return Raw(x, np.asarray(y), site, None, None, schema.classes or None, schema.features, who)
+
+
+def _read_by_text(
+    source: str,
+    text: TextColumn,
+    label: str | None,
+    client: str | None,
+    person: str | None,
+    schema: Schema | None,
+    normalize: str,
+) -> Raw:
+    if schema is not None:
+        raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
+    if normalize != "none":
+        raise SordinoError(
+            f"normalize: {normalize}, but the features are token ids, which are no amounts; leave it out."
+        )
+    raw = read_texts(_table_path(source, "text"), text.name, label, client, person)
+    return raw._replace(x=text.encode(raw.x.tolist()))
 
 
 def _name(source: str) -> str:

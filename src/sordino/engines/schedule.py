@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Checkpoint, Facts, Model, Privacy, Stage, Tree, Unit, keep
-from sordino.errors import SordinoError
+from sordino.core import SAMPLED, Checkpoint, Facts, Model, Privacy, Stage, Tree, Unit, keep
+from sordino.errors import OverspentError, SordinoError
 from sordino.models.linear import NUMERIC_LOSSES, Loss
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Address, Source
@@ -20,9 +20,9 @@ from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan, continues_stream
 
 # Query numbers above those of any method. They address draws that are not noise: which records enter a minibatch,
-# dropout, the dither of integer rounding, which slot of the minibatch each drawn record takes, and which records are
-# used of a person with more.
-SAMPLING, DROPOUT, ROUNDING, SLOT_ORDER, CHOICE = (2**16 - k for k in range(1, 6))
+# dropout, the dither of integer rounding, which slot of the minibatch each drawn record takes, which records are used
+# of a person with more, and which minibatch of an epoch each record is in.
+SAMPLING, DROPOUT, ROUNDING, SLOT_ORDER, CHOICE, ALLOCATION = (2**16 - k for k in range(1, 7))
 
 
 class RoundPlan(NamedTuple):
@@ -41,6 +41,7 @@ class RoundPlan(NamedTuple):
     rates: np.ndarray  # per client: probability that a record enters a minibatch
     slots: np.ndarray  # per client: slots of a minibatch
     noise_on_sum: bool  # the adversary sees only sums, so noise is added once, to the aggregate
+    attended: np.ndarray  # per client: earlier rounds of the stage in which it took part
 
 
 def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]:
@@ -59,13 +60,15 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
         first, facts = t, stage_facts(plan, model, s)
         stds, step = [calibration.client_std(plan, s, k) for k in range(len(stage.queries))], 0
         sum_stds = [np.asarray(calibration.aggregate_std(plan, s, k)) for k in range(len(stage.queries))]
-        on_sum = noise_is_added_to_sum(plan, stage)
+        on_sum, attended = noise_is_added_to_sum(plan, stage), np.zeros(plan.clients, dtype=int)
         for t in range(first, first + rounds):
             if t >= start:
                 cohort = plan.cohorts[t]
                 client_stds = [std * calibration.noise_share(plan, len(cohort)) for std in stds]
                 batches = plan.sampling, plan.rates, plan.slots
-                yield RoundPlan(t, first, step, stage, facts, cohort, sizes, client_stds, sum_stds, *batches, on_sum)
+                last = on_sum, attended.copy()
+                yield RoundPlan(t, first, step, stage, facts, cohort, sizes, client_stds, sum_stds, *batches, *last)
+            attended[plan.cohorts[t]] += 1
             step += bool(len(plan.cohorts[t])) or (on_sum and plan.amplified)
         t = first + rounds
 
@@ -182,13 +185,26 @@ def assign_slots(source: Source, at: Address, round_plan: RoundPlan, size: int) 
     if rate == 1:
         drawn = order = np.arange(slots)
     else:
-        uniforms = source.uniform(at._replace(query=SAMPLING), (int(round_plan.sizes[at.client]),))
-        drawn = round_plan.sampling.draw(uniforms, rate)
+        drawn = _drawn(source, at, round_plan, rate)
         order = np.argsort(source.uniform(at._replace(query=SLOT_ORDER), (slots,)))
     drawn = drawn[drawn < size][:slots]
     record_in_slot = np.full(slots, -1)
     record_in_slot[order[: len(drawn)]] = drawn
     return record_in_slot
+
+
+def _drawn(source: Source, at: Address, round_plan: RoundPlan, rate: float) -> np.ndarray:
+    """The records of a minibatch. Under allocation the minibatches of a client's stage are counted one after the other,
+    and the records draw theirs once per epoch."""
+    size = (int(round_plan.sizes[at.client]),)
+    if round_plan.sampling.kind != "allocation":
+        return round_plan.sampling.draw(source.uniform(at._replace(query=SAMPLING), size), rate)
+    each = sum(query.calls // query.joint for query in round_plan.stage.queries if query.kind in SAMPLED)
+    if at.index >= each:
+        raise OverspentError(f"a round has {each} minibatches under {round_plan.sampling}, and one more was drawn")
+    epoch, place = divmod(int(round_plan.attended[at.client]) * each + at.index, round(1 / rate))
+    uniforms = source.uniform(Address(at.client, round_plan.first, ALLOCATION, epoch), size)
+    return round_plan.sampling.draw(uniforms, rate, place)
 
 
 def dropout_seed(source: Source, client: int, t: int, call: int) -> int:
@@ -204,9 +220,10 @@ def record_choice(source: Source, privacy: Privacy) -> Callable[[int], np.ndarra
 
 
 def check_stream(plan: Plan, t: int, source: Source) -> None:
-    """Refuse to continue correlated noise in round t with a new key.
+    """Refuse to continue correlated noise, or an epoch of an allocation, in round t with a new key.
 
-    Correlated noise is accounted for as one stream; a new key cannot reproduce the draws of earlier rounds.
+    Correlated noise is accounted for as one stream, and an epoch as one draw; a new key cannot reproduce the draws of
+    earlier rounds.
 
     Raises:
         SordinoError: Round t would need draws of a key that was not stored.
@@ -215,6 +232,12 @@ def check_stream(plan: Plan, t: int, source: Source) -> None:
         raise SordinoError(
             f"resume: the correlated noise of {plan.method.name} started with a key that is not stored, so round {t} "
             "cannot continue it; start a new run."
+        )
+    begun = t > sum(plan.stage_rounds[: plan.stage_of(t)])
+    if source.private and plan.sampling.kind == "allocation" and begun and (plan.rates < 1).any():
+        raise SordinoError(
+            f"resume: {plan.sampling} draws once per epoch which record is in which minibatch, with a key that is not "
+            f"stored, so round {t} cannot continue it; start a new run."
         )
 
 

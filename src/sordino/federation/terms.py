@@ -46,6 +46,7 @@ PRIVATE = (
     "data",
     "data_dir",
     "label",
+    "text",
     "schema",
     "public_stats",
     "private_statistics",
@@ -324,6 +325,11 @@ class Terms:
         if Trust(spec.trust) is Trust.TRUSTED_SERVER:
             raise SordinoError(
                 "trust: trusted-server is not possible in a federation; use untrusted-server or secure-aggregation."
+            )
+        if spec.batch.startswith("allocation"):
+            raise SordinoError(
+                f"batch: {spec.batch} is not possible in a federation, because a site that starts again draws anew "
+                "which record is in which minibatch of the epoch; use poisson or fixed."
             )
         return resolve(spec, elsewhere=True)
 

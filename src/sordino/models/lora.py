@@ -377,6 +377,7 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
         "peft_type": "LORA",
         "task_type": None,
         "base_model_name_or_path": None,
+        "auto_mapping": base_of(module),
         "inference_mode": True,
         "r": some.rank,
         "lora_alpha": some.alpha,
@@ -417,6 +418,12 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
     some = next((m for m in module.modules() if isinstance(m, LoRALinear)), None)
     if some is None:
         raise SordinoError("model: it has no adapters; adapt() adds them.")
+    written, here = config.get("auto_mapping") or {}, base_of(module)
+    if written.get("base_model_class", here["base_model_class"]) != here["base_model_class"]:
+        raise SordinoError(
+            f"folder: its base is a {written['base_model_class']}, but the model is a {here['base_model_class']}; "
+            "build the model of the folder."
+        )
     if (config["r"], config["lora_alpha"]) != (some.rank, some.alpha):
         raise SordinoError(
             f"folder: it has rank {config['r']} and alpha {config['lora_alpha']:g}, but the model has {some.rank} and "
@@ -433,6 +440,12 @@ def module_of(model: Any) -> nn.Module:
     """The module inside a `TorchModel`; a module is returned as it is."""
     module: nn.Module = model if isinstance(model, nn.Module) else model.module
     return module
+
+
+def base_of(module: nn.Module) -> dict[str, str]:
+    """The class that adapters belong to and its library, as PEFT's `auto_mapping` names them."""
+    network = module.get_submodule("network") if _inner(module) else module
+    return {"base_model_class": type(network).__name__, "parent_library": type(network).__module__}
 
 
 def _inner(module: nn.Module) -> str:

@@ -49,4 +49,6 @@ TRANSFORMERS = {
         | {"layer_norm_eps": 1e-12},
         text=True,
     ),
+    # Whatever classifier of sequences the folder of the weights holds.
+    "sequence-lora": Architecture("AutoConfig", "AutoModelForSequenceClassification", {}, text=True),
 }

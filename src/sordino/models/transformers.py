@@ -145,8 +145,14 @@ def build(
     about: Any = network.config
     pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
     module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
+    if name == "sequence-lora":
+        _check_mask(module, length)
     trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
     blocks = transformer_blocks(trained, head_counts(about))
+    if TRANSFORMERS[name].text and about.pad_token_id is None:
+        raise SordinoError(
+            f"weights: the configuration of '{weights}' has no pad_token_id, and texts are padded; set it."
+        )
     if TRANSFORMERS[name].text:
         longest = about.max_position_embeddings - (about.pad_token_id + 1 if "Roberta" in type(network).__name__ else 0)
         if not 1 <= length <= longest:
@@ -172,6 +178,29 @@ def build(
     return flat
 
 
+def _check_mask(module: Rows, length: int) -> None:
+    """Refuse a classifier that reads padding otherwise than an encoder, such as one that reads tokens in order."""
+    pad = module.pad
+    if pad is None:
+        return
+    ids = torch.arange(2, 2 + 2 * length).reshape(2, length) % 8
+    ids = torch.where(ids == pad, ids + 1, ids)
+    ids[1, length // 2 :] = pad
+    device = next(module.parameters()).device
+    try:
+        with torch.no_grad():
+            module.eval()
+            ours = module(ids.to(device).float())
+            theirs = _logits(module.network(input_ids=ids.to(device), attention_mask=(ids != pad).long().to(device)))
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise SordinoError(f"weights: the classifier fails on rows of tokens ({error}).") from error
+    if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
+        raise SordinoError(
+            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, ELECTRA "
+            "and the like); models that read tokens in order are not served as classifiers, but see causal.build."
+        )
+
+
 def _pixels(
     name: str,
     about: Any,
@@ -195,14 +224,14 @@ def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: i
     """The same model without adapters, for PEFT's files."""
     if name not in TRANSFORMERS:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, TRANSFORMERS)}")
-    architecture, library = TRANSFORMERS[name], _library()
-    make = getattr(library, architecture.model)
+    architecture, hub = TRANSFORMERS[name], library()
+    make = getattr(hub, architecture.model)
     fused = {"attn_implementation": "sdpa"} if getattr(make, "_supports_sdpa", False) else {}
     settings = architecture.sizes | {"num_labels": classes} | fused | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "minilm-lora":
-            bert = make(library.BertConfig(**settings), add_pooling_layer=False)
+            bert = make(hub.BertConfig(**settings), add_pooling_layer=False)
             network = MiniLM(bert, classes)
             network.config = bert.config
             state = _minilm(weights, random=bool(config))
@@ -210,23 +239,53 @@ def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: i
                 _load(bert, state)
             return network
         if weights is not None:
-            folder = Path(weights).expanduser()
-            if not folder.is_dir():
-                raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
-            loaded: nn.Module = make.from_pretrained(
-                folder, local_files_only=True, ignore_mismatched_sizes=True, **({"num_labels": classes} | config)
+            return loaded(make, weights, num_labels=classes, **config)
+        if not architecture.sizes:
+            raise SordinoError(
+                f"weights: {name} is whatever classifier a folder holds; name one that save_pretrained wrote."
             )
-            return loaded
         warnings.warn(
             f"{name}: its weights are random, because `weights=` names no folder of published ones; "
             "this serves to measure speed, not to learn.",
             stacklevel=3,
         )
-        network_with_head: nn.Module = make(getattr(library, architecture.config)(**settings))
+        network_with_head: nn.Module = make(getattr(hub, architecture.config)(**settings))
         return network_with_head
 
 
-def _library() -> Any:
+def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
+    """A model from a folder that `save_pretrained` wrote. Nothing is downloaded, and no code of the folder runs.
+
+    Args:
+      make: a class of `transformers` with `from_pretrained`.
+      weights: the folder.
+      config: changes to its configuration.
+
+    Returns:
+      The model.
+
+    Raises:
+      SordinoError: there is no such folder, or it holds another kind of model.
+    """
+    folder = Path(weights).expanduser()
+    if not folder.is_dir():
+        raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
+    try:
+        module: nn.Module = make.from_pretrained(
+            folder, local_files_only=True, ignore_mismatched_sizes=True, trust_remote_code=False, **config
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise SordinoError(f"weights: '{folder}' holds no {make.__name__} ({first}).") from error
+    return module
+
+
+def library() -> Any:
+    """The package `transformers`, imported.
+
+    Raises:
+      SordinoError: it is not installed.
+    """
     try:
         import transformers
     except ImportError:

@@ -245,7 +245,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
     margin = 1.0
     if plan.only_sums_visible:
-        all_accounts, accounts = accounts, _largest(accounts)
+        all_accounts, accounts = accounts, _largest(accounts, plan.sampling.kind == "allocation")
         which = np.zeros(plan.clients, dtype=int)
         margin = 1 + ACCOUNT_MARGIN * (len(accounts) < len(all_accounts))
     factors = np.ones(len(accounts))
@@ -269,14 +269,17 @@ def _with_noise(sampled: Iterable[subsampled.SampledGaussian], factor: float) ->
     return [release._replace(mu=release.mu / factor) for release in sampled]
 
 
-def _largest(accounts: np.ndarray) -> np.ndarray:
+def _largest(accounts: np.ndarray, allocation: bool) -> np.ndarray:
     """The accounts without those that another one exceeds in every number; those need no more noise.
 
-    Epsilon grows with the ratio of sensitivity to noise, the number of releases and the rate of every query.
+    Epsilon grows with the ratio of sensitivity to noise, the number of releases and the rate of every query. Under
+    allocation only accounts with the same rate are compared.
     """
     sensitivity, std, times, rate = (accounts[:, k:-1:4] for k in range(4))
     made = times > 0
     sizes = np.hstack([made * sensitivity / std, times, made * rate, 1 / accounts[:, -1:]])
+    if allocation:
+        sizes = np.hstack([sizes, made / rate])
     kept: list[int] = []
     for n in np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1)):
         if not (sizes[kept] >= sizes[n]).all(1).any():

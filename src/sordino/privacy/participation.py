@@ -127,11 +127,13 @@ class Sampling:
     """Which records of a client enter a minibatch.
 
     All records (`full`), each record independently at a rate (`poisson:16` expects 16 records, `poisson:0.01` expects 1
-    % of them), or a fixed number drawn without replacement (`fixed:16`). Divisors are expected sizes, which are public.
-    Only the client knows how many records a Poisson minibatch holds.
+    % of them), a fixed number drawn without replacement (`fixed:16`), or those that drew this minibatch
+    (`allocation:16`: an epoch has as many minibatches as hold 16 records on average; each record draws one of them).
+    Divisors are expected sizes, which are public. Only the client knows how many records a Poisson minibatch, or one of
+    an allocation, holds.
 
     Args:
-        kind: `full`, `poisson` or `fixed`.
+        kind: `full`, `poisson`, `fixed` or `allocation`.
         amount: Records per minibatch, or a rate below 1 (`poisson`).
 
     Raises:
@@ -142,11 +144,11 @@ class Sampling:
     amount: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in (FULL, "poisson", "fixed"):
-            known = [FULL, "poisson:16", "poisson:0.01", "fixed:16"]
+        if self.kind not in (FULL, "poisson", "fixed", "allocation"):
+            known = [FULL, "poisson:16", "poisson:0.01", "fixed:16", "allocation:16"]
             raise SordinoError(f"{SAMPLING_FIELD}: '{self.kind}' is unknown.{nearest(self.kind, known)}")
         whole = self.amount == int(self.amount) if 1 <= self.amount < 2**31 else False
-        if self.kind == "fixed" and not whole:
+        if self.kind in ("fixed", "allocation") and not whole:
             raise SordinoError(f"{SAMPLING_FIELD}: {self} needs a whole number of records of at least 1.")
         if self.kind == "poisson" and not (0 < self.amount < 2**31):
             raise SordinoError(f"{SAMPLING_FIELD}: {self} needs an expected number of records, or a rate below 1.")
@@ -164,7 +166,7 @@ class Sampling:
             if isinstance(error, SordinoError):
                 raise
             raise SordinoError(
-                f"{SAMPLING_FIELD}: '{text}' has no number; write full, poisson:16 or fixed:16."
+                f"{SAMPLING_FIELD}: '{text}' has no number; write full, poisson:16, fixed:16 or allocation:16."
             ) from None
 
     def __str__(self) -> str:
@@ -174,17 +176,31 @@ class Sampling:
         """The chance of each client's records to be in a minibatch; 1 if the client has no more records than fit."""
         if self.kind == FULL:
             return np.ones(len(sizes))
+        if self.kind == "allocation":
+            return np.asarray(1 / np.maximum(sizes // self.amount, 1.0))
         part = self.kind == "poisson" and self.amount < 1
         return np.full(len(sizes), self.amount) if part else np.minimum(self.amount / sizes, 1.0)
 
-    def draw(self, uniforms: np.ndarray, rate: float) -> np.ndarray:
+    def draw(self, uniforms: np.ndarray, rate: float, place: int = 0) -> np.ndarray:
         """The records of a minibatch, from one uniform per record; the rate follows from the client's public size.
 
         Uniforms are the midpoints of 2^52 cells, so the rate is first rounded down to whole cells. So no record is
         drawn with a larger probability than the account assumes. Equal uniforms are ordered by place.
+
+        Args:
+            uniforms: One per record; under `allocation` the same ones in all minibatches of an epoch.
+            rate: Of the client.
+            place: Of the minibatch in its epoch, under `allocation`. A record in the cells that are left over by the
+                division, fewer than one in 2^52 / minibatches, is in none.
+
+        Returns:
+            Their numbers, in order.
         """
         if rate == 1:
             return np.arange(len(uniforms))
+        if self.kind == "allocation":
+            cells = np.floor(uniforms * 2.0**52).astype(np.int64)
+            return np.flatnonzero(cells // (2**52 // round(1 / rate)) == place)
         if self.kind == "poisson":
             return np.flatnonzero(uniforms < math.floor(rate * 2**52) / 2**52)
         return np.sort(np.argsort(uniforms, kind="stable")[: int(self.amount)])

@@ -181,7 +181,7 @@ class Plan:
     def slots(self) -> np.ndarray:
         """The public number of places in each client's minibatch."""
         sizes = np.asarray(self.sizes)
-        if self.sampling.kind != "poisson" or not (self.rates < 1).any():
+        if self.sampling.kind not in ("poisson", "allocation") or not (self.rates < 1).any():
             return np.asarray(np.rint(sizes * self.rates).astype(int))
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
         tail = slots.tail(self.privacy.delta, self.rounds * max(calls, 1))
@@ -255,6 +255,10 @@ def _streams_apart(plan: Plan) -> bool:
     return True
 
 
+def _sampled_kinds(stage: Stage) -> int:
+    return sum(query.kind in SAMPLED for query in stage.queries)
+
+
 def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
@@ -268,6 +272,10 @@ def unbounded_sampling(plan: Plan) -> str:
             f"the correlated noise of {plan.method.name} is proved for minibatches only where each of a client's "
             "rounds moves a separate part of the stream: batch = poisson, mechanism = banded, and participation = "
             "cyclic:b with b at least band. Use these, or batch = full."
+        )
+    if plan.sampling.kind == "allocation" and any(_sampled_kinds(stage) > 1 for stage in plan.method.stages):
+        return (
+            f"{plan.sampling}: {plan.method.name} asks two kinds of questions about minibatches. Use batch = poisson."
         )
     noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
     if noised and plan.privacy.person_clients > 1:

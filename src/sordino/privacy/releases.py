@@ -126,7 +126,8 @@ def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     if unbounded_sampling(plan):
         return np.ones(plan.clients)
     if query.kind in SAMPLED and plan.privacy.unit.sizes_public:
-        return events.coarse(plan.rates)
+        # Under allocation a rate decides where epochs end, so it is not rounded.
+        return plan.rates if plan.sampling.kind == Sampler.ALLOCATION else events.coarse(plan.rates)
     return np.full(plan.clients, plan.participation.rate(plan.clients) if plan.amplified else 1.0)
 
 
@@ -145,10 +146,15 @@ def sampler_of(plan: Plan) -> Sampler:
 def sampled_factor(plan: Plan, query: Query, sampler: Sampler) -> float:
     """The factor on a sampled release's sensitivity.
 
-    Answers about one minibatch (`joint`) are one release of all of them. Under Poisson sampling a replaced term is
-    also compared with no term at all, so that two terms of length C count whether they are semi-definite or not.
+    Answers about one minibatch (`joint`) are one release of all of them. Under Poisson sampling and allocation a
+    replaced term is also compared with no term at all, so that two terms of length C count whether they are
+    semi-definite or not.
     """
-    apart = query.psd and sampler is Sampler.POISSON and plan.privacy.adjacency is Adjacency.REPLACE_ONE
+    apart = (
+        query.psd
+        and sampler in (Sampler.POISSON, Sampler.ALLOCATION)
+        and plan.privacy.adjacency is Adjacency.REPLACE_ONE
+    )
     return math.sqrt(query.joint * (2 if apart else 1))
 
 

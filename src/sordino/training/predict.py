@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch import Tensor
 from sordino.data import tables
 from sordino.data.arrays import check_features
 from sordino.data.preprocess import preprocess
-from sordino.data.readers import columns_of
+from sordino.data.readers import columns_of, text_column
 from sordino.data.schema import Schema
 from sordino.data.sources import encode_file, read_features
 from sordino.data.text import tokenize
@@ -79,8 +80,8 @@ class LoadedRun:
         """
         count = int(self.about["features"])
         if self._is_text(records):
-            lines = sentences(str(records)) if isinstance(records, str | Path) else list(records)
-            return np.asarray(tokenize(lines, count), np.float32)
+            lines = self._texts(Path(records)) if isinstance(records, str | Path) else list(records)
+            return np.asarray(tokenize(lines, count, self._tokenizer), np.float32)
         if isinstance(records, str | Path):
             file = str(records)
             if self.schema is not None:
@@ -103,6 +104,19 @@ class LoadedRun:
         if not self._is_text(records):  # token ids are no amounts
             x = preprocess(x, None if self.schema is not None else self.public, self.normalize)
         return torch.from_numpy(x).to(self.theta)
+
+    def _texts(self, path: Path) -> list[str]:
+        """The lines of a text file, or the column of a table that the run was trained on."""
+        name = tomllib.loads(self.about["spec"]).get("text")
+        if name is None or tables.suffix_of(path) not in tables.SUFFIXES:
+            return sentences(str(path))
+        return text_column(tables.open_table(path), str(name), path)
+
+    @property
+    def _tokenizer(self) -> str:
+        """Of the weights' folder, as in training."""
+        weights = json.loads(self.about["model"]["options"]).get("weights")
+        return weights if weights and Path(weights).is_dir() else "minilm"
 
     def _is_text(self, records: Records) -> bool:
         """Whether these are sentences: a text file, or a list of them."""

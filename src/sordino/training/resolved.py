@@ -57,6 +57,7 @@ class DataSource(NamedTuple):
     name: str  # a data set's name, or a file's whole path
     folder: str | None  # where published data sets are looked for first
     label: str | None
+    text: str | None  # the column of text; None where features are numbers
     test_fraction: float
     split_seed: int
     schema: Schema | None
@@ -222,10 +223,11 @@ class ResolvedSpec:
             )
         self._check_expansion(features)
         reads_text = self.model.entry.reads == "text"
-        tokens = elsewhere or self.source.name.endswith(".npz")
+        tokens = elsewhere or self.source.text is not None or self.source.name.endswith(".npz")
         if reads_text and self.source.name not in glue.TASKS and not tokens:
             raise SordinoError(
-                f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}), not '{self.source.name}'; use mlp."
+                f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}, or a table whose column --text "
+                f"names), not '{self.source.name}'; use mlp."
             )
         from sordino.data.records import check_serves
         from sordino.engines.preconditions import check_kinds
@@ -340,7 +342,11 @@ class ResolvedSpec:
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
         source = self.source
+        if source.text is not None and self.model.entry.reads != "text":
+            raise SordinoError(f"text: model {self.model.name} does not read text; use one that does, as minilm-lora.")
         if source.name in glue.TASKS:
+            if source.text is not None:
+                raise SordinoError(f"text: '{source.name}' has its own sentences; leave text out.")
             if self.model.entry.reads != "text":
                 raise SordinoError(f"model: '{source.name}' is text; use a model that reads text, such as minilm-lora.")
             return text.load(source.name, length=source.length, tokenizer=source.tokenizer, data_dir=source.folder)
@@ -358,6 +364,7 @@ class ResolvedSpec:
             normalize=source.normalize,
             data_dir=source.folder,
             whole_clients=source.whole_clients,
+            text=None if source.text is None else text.column(source.text, source.length, source.tokenizer),
         )
         check_statistics(statistics, dataset.features)
         return dataset
@@ -577,6 +584,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         name=written.data,
         folder=spec.data_dir,
         label=spec.label,
+        text=spec.text,
         test_fraction=spec.test_fraction,
         split_seed=spec.split_seed,
         schema=schema,

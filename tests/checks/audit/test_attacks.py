@@ -41,7 +41,7 @@ def test_the_attack_on_fedgd_is_nearly_tight(runs, least):
     ),
 )
 def test_halved_noise_is_found_out(unit, adjacency):
-    found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW // 2, seed=1, noise_factor=0.5)
+    found = audit("dp-fedgd", Privacy(1.0, 1e-5, unit, adjacency), runs=FEW, seed=1, noise_factor=0.5)
     assert found.broken
     assert found.tries == 3, "nobody is accused on the strength of one attack"
 
@@ -145,7 +145,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize("trust", tiers([Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION], 1))
-@pytest.mark.parametrize(("batch", "adjacency"), BATCHES)
+@pytest.mark.parametrize(("batch", "adjacency"), tiers(BATCHES, BATCHES[1:3]))
 def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacency, trust):
     """Then the mean of e^score of data set 0, and of e^-score of data set 1, is 1."""
     plan = plan_for("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency, trust=trust), batch=batch)
@@ -405,7 +405,7 @@ def test_all_includes_minibatches_where_they_are_certified():
     assert found == [
         ("dp-fedgd", unit, *rest)
         for unit in ("record", "person")
-        for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4"))
+        for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4", "allocation:4"))
     ]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names

@@ -339,7 +339,7 @@ def test_secret_choices_come_from_the_system_s_randomness(monkeypatch):
 def test_every_setting_is_as_likely():
     settings = [{"lr": lr} for lr in range(4)]
     privacy = Privacy(2.0, 1e-5, trust=Trust.TRUSTED_SERVER)
-    chosen = [s["lr"] for _ in range(300) for s in private_tuning._random(settings, privacy, 8.0, None)[0]]
+    chosen = [s["lr"] for _ in range(120) for s in private_tuning._random(settings, privacy, 8.0, None)[0]]
     counts = np.bincount(chosen, minlength=4)
     assert (abs(counts - len(chosen) / 4) < 5.5 * math.sqrt(len(chosen) * 3 / 16)).all()
 

@@ -33,6 +33,9 @@ dominated by a pair whose losses above 0 are those of one of these pairs (remove
 below 0 are those of another one exchanged (remove(2 mu); remove; vacate), and which has all other mass at a loss of 0.
 The parts fit: both have the same divergence at alpha = 1, because that one is symmetric.
 
+Random allocation: each record is in exactly one of the 1 / q minibatches of an epoch. `allocation` has the pair that
+dominates one epoch; epochs are independent.
+
 Independent draws of the pairs, all in one direction, dominate the composition (Zhu, Dong, Wang 2022):
 
     delta(epsilon) = E_P[(1 - exp(epsilon - L))_+],   where L is the sum of the losses log dP/dQ.
@@ -66,7 +69,7 @@ import scipy  # its parts are imported when they are used
 from sordino import files
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import double_double, gaussian
+from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.slots import OVERFLOW
 
 VERSION = 4  # of the algorithm: cached results of other versions are not read
@@ -83,11 +86,13 @@ _STEP = 1.02  # `path` skips points that grow by less
 
 
 class Sampler(StrEnum):
-    """Which records take part in a release: all, each independently at a rate, or a fixed number drawn at random."""
+    """Which records take part in a release: all, each independently at a rate, a fixed number drawn at random, or those
+    that drew this minibatch among those of an epoch."""
 
     FULL = "full"
     POISSON = "poisson"
     FIXED = "fixed"
+    ALLOCATION = "allocation"
 
 
 class SampledGaussian(NamedTuple):
@@ -96,14 +101,21 @@ class SampledGaussian(NamedTuple):
     Attributes:
       rate: the chance of a record to take part.
       mu: the clip divided by the standard deviation, for either adjacency.
-      times: number of releases.
+      times: number of releases; under allocation they are minibatches in a row, from the first one of an epoch on.
       sampler: how records are drawn.
+      span: 0, or, inside this module, the minibatches of one epoch that are released; `times` then counts epochs.
     """
 
     rate: float
     mu: float
     times: int
     sampler: Sampler = Sampler.POISSON
+    span: int = 0
+
+    @property
+    def chance(self) -> float:
+        """The chance of a record to be in one release, or in those of one epoch."""
+        return min(1.0, self.rate * max(self.span, 1))
 
 
 Array = np.ndarray
@@ -199,7 +211,7 @@ def scale(
     allowed = gaussian.mu(epsilon, delta)
     if not parts:
         return mu / allowed
-    described = [[*part[:3], str(part.sampler)] for part in parts]
+    described = [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
     key = json.dumps([VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance])
     factor = _stored(key)
     if factor is None:
@@ -276,9 +288,9 @@ def _fold(
 ) -> tuple[tuple[SampledGaussian, ...], float]:
     """The releases in sorted order, equal ones joined. Releases on all data become part of mu (sensitivity 2C or C)."""
     gaussian._check(gaussian_mu=mu)
-    whole, parts = [float(mu)], dict[tuple[float, float, Sampler], int]()
-    for rate, release_mu, times, sampler in releases:
-        sampler = Sampler(sampler)
+    whole, parts = [float(mu)], dict[tuple[float, float, Sampler, int], int]()
+    for rate, release_mu, times, name, _ in releases:
+        sampler = Sampler(name)
         if not 0 < rate <= 1 or (sampler is Sampler.FULL and rate < 1):
             raise SordinoError(f"rate: {rate} must lie in (0, 1], and be 1 for the sampler full.")
         if not release_mu >= 0 or not times >= 0:
@@ -288,9 +300,22 @@ def _fold(
         if rate == 1 or math.isinf(release_mu):
             whole.append((1 + (adjacency == Adjacency.REPLACE_ONE)) * float(release_mu) * math.sqrt(times))
         else:
-            key = (float(rate), float(release_mu), sampler)
-            parts[key] = parts.get(key, 0) + int(times)
-    return tuple(SampledGaussian(q, m, parts[q, m, s], s) for q, m, s in sorted(parts)), math.hypot(*whole)
+            for span, count in _spans(rate, int(times), sampler):
+                key = (float(rate), float(release_mu), sampler, span)
+                parts[key] = parts.get(key, 0) + count
+    folded = (SampledGaussian(q, m, parts[q, m, s, span], s, span) for q, m, s, span in sorted(parts))
+    return tuple(folded), math.hypot(*whole)
+
+
+def _spans(rate: float, times: int, sampler: Sampler) -> list[tuple[int, int]]:
+    """(minibatches of an epoch, number of such epochs): whole epochs, and the beginning of one; (0, times) if there are
+    no epochs."""
+    if sampler is not Sampler.ALLOCATION:
+        return [(0, times)]
+    bins = round(1 / rate)
+    if abs(bins * rate - 1) > 1e-9:
+        raise SordinoError(f"rate: {rate} must be 1 over a whole number of minibatches under allocation.")
+    return [(span, count) for span, count in ((bins, times // bins), (times % bins, 1)) if span and count]
 
 
 def _unsampled(parts: Sequence[SampledGaussian], adjacency: Adjacency, mu: float) -> float:
@@ -305,21 +330,23 @@ def _ways(adjacency: Adjacency) -> tuple[str, ...]:
 
 def _too_far(parts: Sequence[SampledGaussian], adjacency: Adjacency) -> bool:
     """Whether a pair's means are too far apart for a grid."""
+    if any(part.span and part.mu > allocation.MOST_MU for part in parts):
+        return True
     pairs = [_pair(part, way) for part in parts for way in _ways(adjacency)]
     return max(max(pair.upper_mu, pair.lower_mu) for pair in pairs) > MOST_MU
 
 
 def _overflow(parts: Sequence[SampledGaussian]) -> float:
-    """The share of delta that is reserved for a Poisson minibatch that overflows its slots."""
-    return OVERFLOW if any(part.sampler is Sampler.POISSON for part in parts) else 0.0
+    """The share of delta that is reserved for a minibatch of random size that overflows its slots."""
+    return OVERFLOW if any(part.sampler is not Sampler.FIXED for part in parts) else 0.0
 
 
 def _most_loss(parts: Sequence[SampledGaussian], mu: float, way: str) -> float:
     """The epsilon at which delta is 0: a record that joins a Poisson sample reduces no output's probability below a
     factor of 1 - q."""
-    if mu > 0 or any(_pair(part, way).upper != "add" for part in parts):
+    if mu > 0 or any(_pair(part, way).upper != "add" or part.chance == 1 for part in parts):
         return math.inf
-    return -sum(part.times * math.log1p(-part.rate) for part in parts)
+    return -sum(part.times * math.log1p(-part.chance) for part in parts)
 
 
 def _ever(parts: Sequence[SampledGaussian]) -> float:
@@ -328,7 +355,9 @@ def _ever(parts: Sequence[SampledGaussian]) -> float:
     A record that is in no sample only changes the Gaussian release beside them. The hockey-stick divergence is jointly
     convex, so the sampled releases add at most this chance to delta, for any noise.
     """
-    return -math.expm1(sum(part.times * math.log1p(-part.rate) for part in parts)) * (1 + 1e-12)
+    if any(part.chance == 1 for part in parts):
+        return 1.0
+    return -math.expm1(sum(part.times * math.log1p(-part.chance) for part in parts)) * (1 + 1e-12)
 
 
 def _rare(parts: Sequence[SampledGaussian], mu: float, delta: float) -> float:
@@ -438,8 +467,8 @@ def _limit_guess(
 
     def chi_squared(part: SampledGaussian, s: float) -> float:
         square = min((part.mu / s) ** 2, 100.0)
-        if part.sampler is Sampler.POISSON:
-            of_one = twice**2 * math.expm1(square)
+        if part.sampler is not Sampler.FIXED:
+            of_one = twice**2 * math.expm1(square) * max(part.span, 1)
         else:  # of remove(2 mu), or of vacate(mu)
             of_one = math.expm1(4 * square) + (0.0 if twice == 2 else math.expm1(square) - 2 * math.expm1(2 * square))
         return part.times * part.rate**2 * of_one
@@ -577,6 +606,17 @@ def _discrete(q: float, pair: _Pair, h: float, low: int, high: int) -> tuple[Arr
     return mass, beyond
 
 
+def _on_grid(law: allocation.Law, h: float, low: int, high: int) -> tuple[Array, float]:
+    """A dominating pair on the losses low·h ... high·h, and at infinity: each mass is split as cells are."""
+    place = np.floor(law.losses / h)
+    inside = place < high
+    place, losses, masses = (each[inside] for each in (place, law.losses, law.masses))
+    up = np.where(place >= low, masses * np.clip(np.expm1(h * place - losses) / math.expm1(-h), 0.0, 1.0), 0.0)
+    cell = np.maximum(place, low).astype(int) - low
+    mass = np.bincount(cell, masses - up, high - low + 1) + np.bincount(cell + 1, up, high - low + 1)
+    return mass, law.infinite + float(law.masses[~inside].sum())
+
+
 def _moments(q: float, pair: _Pair, reach: float) -> tuple[Array, Array]:
     """Losses of one release, and the logarithms of P's masses on them; not a bound."""
     losses, masses = [], []
@@ -612,7 +652,12 @@ def _curve(
     reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
     shapes = []
     for part in parts:  # these moments only place the grid, so they need not be bounds
-        shapes.append((part.times, *_moments(part.rate, _pair(part, way), reach)))
+        of_one = (
+            _epoch_moments(_epoch(part, way, n, delta, grid))
+            if part.span
+            else _moments(part.rate, _pair(part, way), reach)
+        )
+        shapes.append((part.times, *of_one))
 
     def moments(theta: float) -> tuple[float, float, float]:
         """log E_P exp(theta L), and its first two derivatives."""
@@ -680,12 +725,34 @@ def _curve(
         start = math.floor(first / h)
         size = scipy.fft.next_fast_len(math.ceil(last / h) - start + 1, real=True)
     last = h * (start + size)
-    return _compose(parts, mu, way, theta, t, h, start, size, reach, last, precise, centre)
+    laws = [_epoch(part, way, n, delta, grid) if part.span else None for part in parts]
+    return _compose(parts, laws, mu, way, theta, t, h, start, size, reach, last, precise, centre)
+
+
+def _epoch(part: SampledGaussian, way: str, n: int, delta: float, grid: float) -> allocation.Law:
+    """The pair of one epoch; its cells are as fine as the grid's."""
+    share, cells = (0.03, 1 << 17) if way != "replace" else (0.1, 1 << 15)
+    cut = 10.0 ** math.floor(math.log10(1e-4 * delta / n))
+    if grid > EXCESS:
+        share, cells = 4 * share, cells >> 3
+    return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, share, cells)
+
+
+def _epoch_moments(law: allocation.Law) -> tuple[Array, Array]:
+    """Losses of one epoch on a coarse grid, and the logarithms of P's masses on them; not a bound."""
+    likely = law.masses > 1e-14 * law.masses.max()
+    losses, masses = law.losses[likely], law.masses[likely]
+    if len(losses) > 2000:
+        width = (losses[-1] - losses[0]) / 2000
+        cell = ((losses - losses[0]) / width).astype(int)
+        sums = np.bincount(cell, masses)
+        losses, masses = np.bincount(cell, masses * losses)[sums > 0] / sums[sums > 0], sums[sums > 0]
+    return losses, np.log(masses)
 
 
 def _compose(
-    parts: Sequence[SampledGaussian], mu: float, way: str, theta: float, t: float, h: float, start: int, size: int,
-    reach: float, last: float, precise: bool, centre: float,
+    parts: Sequence[SampledGaussian], laws: Sequence[allocation.Law | None], mu: float, way: str, theta: float,
+    t: float, h: float, start: int, size: int, reach: float, last: float, precise: bool, centre: float,
 ) -> _Curve:  # fmt: skip
     """The curve from tilted masses on a circle of `size` cells.
 
@@ -704,10 +771,12 @@ def _compose(
     log_most, errors = np.zeros(half), np.zeros(half)
     unit = double_double.UNIT if precise else _UNIT
     c = 3 * unit * math.log2(size)
-    pieces = [(part.rate, _pair(part, way), part.times) for part in parts]
-    pieces += [(1.0, _Pair("remove", mu, "remove", mu), 1)] if mu > 0 else []
-    for q, pair, times in pieces:
-        if q == 1:
+    pieces = [(part.rate, _pair(part, way), part.times, law) for part, law in zip(parts, laws, strict=True)]
+    pieces += [(1.0, _Pair("remove", mu, "remove", mu), 1, None)] if mu > 0 else []
+    for q, pair, times, law in pieces:
+        if law is not None:
+            ends = law.losses[[0, -1]]
+        elif q == 1:
             ends = mu * np.array([mu / 2 - reach, mu / 2 + reach])
         else:
             outer = (_ends(pair.lower_mu, pair.lower, reach)[0], _ends(pair.upper_mu, pair.upper, reach)[1])
@@ -719,7 +788,7 @@ def _compose(
             )
         high = max(1, math.ceil(min(ends[1], last, MOST_LOSS) / h))
         low = min(max(math.floor(max(ends[0], -MOST_LOSS) / h), high - 2 * size), high - 1)
-        mass, beyond = _discrete(q, pair, h, low, high)
+        mass, beyond = _discrete(q, pair, h, low, high) if law is None else _on_grid(law, h, low, high)
         losses = h * np.arange(low, high + 1)
         infinite += times * beyond
         largest = max(abs(losses[0]), abs(losses[-1]))
@@ -753,7 +822,7 @@ def _compose(
     decay = np.where(offset < 600, np.exp(-np.clip(offset, -600, 600)), 0.0)  # too small a value is safe
     before = np.append(np.cumsum((weight * decay)[:0:-1])[::-1], 0.0) * np.exp(np.clip(offset, -600, 600))
     missing = infinite + math.exp(min(0.0, log_top - t * last))
-    n = sum(times for _, _, times in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
+    n = sum(times for _, _, times, _ in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
     return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / masses, centre)
 

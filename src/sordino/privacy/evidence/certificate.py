@@ -275,6 +275,10 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
     }
 
 
+def _drawn_for(plan: Plan) -> str:
+    return "epoch" if plan.sampling.kind == Sampler.ALLOCATION else "answer"
+
+
 def _sampler(plan: Plan) -> dict[str, str]:
     """What was drawn at random, and the account that is claimed for it."""
     ways = {
@@ -282,6 +286,8 @@ def _sampler(plan: Plan) -> dict[str, str]:
         ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
         ("fixed", Adjacency.ADD_REMOVE): "fixed size, add-remove: composed privacy loss distributions",
         ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: composed privacy loss distributions",
+        ("allocation", Adjacency.ADD_REMOVE): "allocation, add-remove: composed privacy loss distributions of epochs",
+        ("allocation", Adjacency.REPLACE_ONE): "allocation, replace-one: composed privacy loss distributions of epochs",
     }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
     by = "clients" if plan.amplified else f"{plan.privacy.unit}s"
@@ -399,8 +405,8 @@ def _assumes(plan: Plan, tuning: str) -> list[str]:
         )
     elif spending.samples(plan):
         facts.append(
-            "Minibatches are drawn anew for every answer by the noise's own secret source, and no client tells what "
-            "they hold."
+            f"Minibatches are drawn anew for every {_drawn_for(plan)} by the noise's own secret source, and no client "
+            "tells what they hold."
         )
     if spending.samples(plan) and plan.privacy.adjacency is Adjacency.ADD_REMOVE and sampler_of(plan) == "fixed":
         facts.append("Who or what is absent leaves its place in a sample of a fixed size empty; nobody else takes it.")

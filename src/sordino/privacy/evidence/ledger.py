@@ -54,6 +54,8 @@ SAMPLERS = (
     "poisson replace-one",
     "fixed add-remove",
     "fixed replace-one",
+    "allocation add-remove",
+    "allocation replace-one",
     "poisson add-remove smoothed-discrete-gaussian",
     "poisson replace-one smoothed-discrete-gaussian",
 )
@@ -799,8 +801,8 @@ class Spent:
 
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, as if nothing were sampled
-        # (sampler and adjacency, rate, sensitivity, std, mechanism) -> times
-        self.parts: dict[tuple[str, float, float, float, str], int] = {}
+        # (sampler and adjacency, rate, sensitivity, std, mechanism, whose minibatches are counted together) -> times
+        self.parts: dict[tuple[str, float, float, float, str, str], int] = {}
         self.gaussian = True  # all noise is Gaussian
         self.may_fail = 0  # releases whose bound may fail
 
@@ -816,14 +818,20 @@ class Spent:
         self.gaussian &= noise.is_gaussian
         self.may_fail += entry.times * noise.may_fail
         sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
-        key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism)
+        # Epochs of an allocation begin with a run, so the minibatches of two runs, or of two queries, are no epoch.
+        together = f"{entry.plan} {entry.query}" if sampler.startswith(Sampler.ALLOCATION) else ""
+        key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism, together)
         self.parts[key] = self.parts.get(key, 0) + entry.times
 
     def repeated(self, times: int) -> Spent:
         """The cost of the same charges so many times."""
         other = Spent()
         other.square, other.gaussian, other.may_fail = times * self.square, self.gaussian, times * self.may_fail
-        other.parts = {key: times * count for key, count in self.parts.items()}
+        for key, count in self.parts.items():
+            if key[-1]:
+                other.parts |= {(*key[:-1], f"{key[-1]} {copy}"): count for copy in range(times)}
+            else:
+                other.parts[key] = times * count
         return other
 
     def epsilon(self, delta: float) -> float:
@@ -876,13 +884,14 @@ class Spent:
     def _under(self, adjacency: str, delta: float) -> float:
         """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
         releases = []
-        for (sampler_and_adjacency, rate, moved, std, mechanism), times in self.parts.items():
+        for (sampler_and_adjacency, rate, moved, std, mechanism, _), times in self.parts.items():
             sampler, _, its_adjacency = sampler_and_adjacency.partition(" ")
             sampled = (rate, Sampler(sampler)) if sampler and its_adjacency == adjacency else (1.0, Sampler.FULL)
             releases.append(events.Release("", moved, std, times, *sampled, mechanism=mechanism))
-        # Each run reserves a share of its own delta for Poisson minibatches that overflow their slots. All runs
+        # Each run reserves a share of its own delta for minibatches of random size that overflow their slots. All runs
         # together may need more than that share of this delta.
-        drawn = sum(times for (name, *_), times in self.parts.items() if name.startswith(Sampler.POISSON))
+        may_overflow = (Sampler.POISSON, Sampler.ALLOCATION)
+        drawn = sum(times for (name, *_), times in self.parts.items() if name.startswith(may_overflow))
         left = delta - drawn * MOST_OVERFLOW
         return events.epsilon(releases, left, Adjacency(adjacency or Adjacency.REPLACE_ONE)) if left > 0 else math.inf
 
@@ -907,7 +916,7 @@ class SpentByRuns(Spent):
     def add(self, entry: Charge) -> None:
         super().add(entry)
         if entry.sensitivity > 0:  # what costs nothing is no run
-            self.runs.setdefault(entry.plan, Spent()).add(entry)
+            self.runs.setdefault(entry.plan, Spent()).add(entry._replace(plan=""))
 
     @property
     def covers_choice(self) -> bool:

@@ -137,7 +137,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("label", "schema", "person"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("label", "text", "schema", "person"), NAMES_ARE_PUBLIC),
     **dict.fromkeys(
         ("data", "data_dir", "public_stats"),
         "The name of a file, which is declared public; its folder is in private/secret.toml.",

@@ -35,6 +35,7 @@ RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that are rec
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
+MOST_ABOVE_ALLOCATION = 0.1  # the same for allocation, whose account has wide cells where there is little noise
 
 
 class Verdict(NamedTuple):
@@ -80,14 +81,15 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
         deltas = (delta, *map(float, cert["epsilon_at"]))
+        above = MOST_ABOVE_ALLOCATION if _allocates(cert) else MOST_ABOVE
         epsilons_of_groups = [_epsilons(group["releases"], deltas, adjacency) for group in cert["groups"]]
         for group, (epsilon, *_) in zip(cert["groups"], epsilons_of_groups, strict=True):
             recomputed = max(recomputed, epsilon)
-            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), epsilon, problems)
-        _compare("the worst client", claimed, recomputed, problems)
+            _compare(f"clients {group['clients']}", _limitless(group["epsilon"]), epsilon, problems, above)
+        _compare("the worst client", claimed, recomputed, problems, above)
         for k, (at, value) in enumerate(cert["epsilon_at"].items(), 1):
             worst = max(epsilons[k] for epsilons in epsilons_of_groups)
-            _compare(f"epsilon at delta {at}", _limitless(value), worst, problems)
+            _compare(f"epsilon at delta {at}", _limitless(value), worst, problems, above)
         _check_bounds(cert, problems)
         _check_integers(cert, problems)
         _check_claims(cert, claimed, problems)
@@ -124,11 +126,15 @@ def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[st
     return f"{about['signer']} {print_of_key}"
 
 
-def _compare(what: str, claimed: float, recomputed: float, problems: list[str]) -> None:
+def _compare(what: str, claimed: float, recomputed: float, problems: list[str], above: float = MOST_ABOVE) -> None:
     if claimed == recomputed:  # both infinite, or both zero
         return
-    if not -MOST_BELOW * max(abs(recomputed), 1e-6) <= claimed - recomputed <= MOST_ABOVE * max(abs(recomputed), 1e-6):
+    if not -MOST_BELOW * max(abs(recomputed), 1e-6) <= claimed - recomputed <= above * max(abs(recomputed), 1e-6):
         problems.append(f"{what}: {claimed:.6g} is claimed, but the raw numbers give {recomputed:.6g}")
+
+
+def _allocates(cert: Mapping[str, Any]) -> bool:
+    return any(r["sampler"] == Sampler.ALLOCATION for group in cert["groups"] for r in group["releases"])
 
 
 def _epsilons(
@@ -161,7 +167,9 @@ def _accounted(steps: tuple[Step, ...], deltas: tuple[float, ...], adjacency: Ad
         mu = math.sqrt(sum(step.times * (step.moved / step.std) ** 2 for step in steps if step.moved and step.times))
         return tuple(_by_formula(mu, delta) for delta in deltas)
     accountants: dict[float, Callable[[float], float]] = {}
-    by_losses = _of_fixed_size if any(step.sampler is Sampler.FIXED and step.rate < 1 for step in steps) else _by_losses
+    drawn = {step.sampler for step in steps if step.rate < 1}
+    by_profile = drawn & {Sampler.FIXED, Sampler.ALLOCATION}
+    by_losses = _by_profiles if by_profile else _by_losses
     epsilons = []
     for delta, guess in zip(deltas, guesses, strict=True):
         interval = _interval(steps, guess)
@@ -239,8 +247,8 @@ def _by_losses(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> 
     return get_epsilon
 
 
-def _of_fixed_size(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Callable[[float], float]:
-    """Epsilon as a function of delta for samples of a fixed size: dp-accounting discretizes and composes.
+def _by_profiles(steps: Sequence[Step], interval: float, adjacency: Adjacency) -> Callable[[float], float]:
+    """Epsilon as a function of delta for samples of a fixed size, and for allocation: dp-accounting composes.
 
     A release is given by its privacy profile, delta at every epsilon. At epsilon >= 0 the profile is that of `one`
     pair, and at epsilon < 0 it follows from that of the `other` direction at -epsilon, because delta(epsilon) of (P, Q)
@@ -256,6 +264,13 @@ def _of_fixed_size(steps: Sequence[Step], interval: float, adjacency: Adjacency)
         mu = step.moved / step.std
         if step.rate == 1:
             release = privacy_loss_distribution.from_gaussian_mechanism(1 / mu, value_discretization_interval=interval)
+        elif step.sampler is Sampler.ALLOCATION:
+            for rounds, epochs in _epochs(step):
+                epoch = _of_epoch(step, rounds, interval, adjacency).self_compose(epochs)
+                composed = epoch if composed is None else composed.compose(epoch)
+            continue
+        elif step.sampler is Sampler.POISSON:
+            raise SordinoError("certificate: there is no account of two samplers in one run.")
         else:
             far = mu if adjacency is Adjacency.REPLACE_ONE else 2 * mu
             # The losses of points up to 12 standard deviations away; beyond them is far less mass than any delta.
@@ -302,6 +317,82 @@ def _profile(rate: float, far: float, near: float) -> Callable[[np.ndarray], np.
         return np.asarray(tails[0] - np.expm1(epsilon) * tails[1] - np.exp(epsilon) * tails[2])
 
     return delta
+
+
+def _epochs(step: Step) -> list[tuple[int, int]]:
+    """(minibatches, number of epochs with so many): whole epochs, and the beginning of one."""
+    bins = round(1 / step.rate)
+    if abs(bins * step.rate - 1) > 1e-9:
+        raise SordinoError(f"certificate: a rate of {step.rate:g} is not 1 over a whole number of minibatches.")
+    return [(rounds, n) for rounds, n in ((bins, step.times // bins), (step.times % bins, 1)) if rounds and n]
+
+
+def _of_epoch(step: Step, rounds: int, interval: float, adjacency: Adjacency) -> Any:
+    """The privacy loss distribution of an epoch of an allocation, from its privacy profile at some epsilons."""
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+
+    bins, replace = round(1 / step.rate), adjacency is Adjacency.REPLACE_ONE
+    mu = step.moved / step.std / (2 if replace else 1)
+    spread = math.sqrt(math.log1p(rounds * math.expm1(min(mu * mu, 50.0)) / bins**2)) * (2 if replace else 1)
+    ways = ("replace",) if replace else ("remove", "add")
+    places, rows = [0], [[_allocated(0.0, bins, rounds, mu, way) for way in ways]]
+    while max(rows[-1]) > 1e-12 and places[-1] * interval < 60:
+        epsilon = places[-1] * interval
+        places.append(places[-1] + max(1, round(spread / 12 * max(1.0, epsilon / (3 * spread)) / interval)))
+        rows.append([_allocated(places[-1] * interval, bins, rounds, mu, way) for way in ways])
+    at, profiles = interval * np.array(places), list(np.array(rows).T)
+    pmfs = []
+    for own, other in zip(profiles, reversed(profiles), strict=True):
+        below = -np.expm1(-at[1:]) + np.exp(-at[1:]) * other[1:]
+        deltas = np.minimum.accumulate(np.clip(np.concatenate([below[::-1], own]), 0.0, 1.0))
+        rounded = np.array([*(-place for place in places[:0:-1]), *places])
+        pmfs.append(pld_pmf.create_pmf_pessimistic_connect_dots(interval, rounded, deltas))
+    return privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
+
+
+def _allocated(epsilon: float, bins: int, rounds: int, mu: float, way: str) -> float:
+    """delta at epsilon of an epoch: P(S) - e^epsilon Q(S) for the set S of outcomes that are likelier under P.
+
+    An outcome has one number z per minibatch. P's density over that of standard normals is the mean over minibatches of
+    exp(mu z - mu^2/2), or 1 (add), and Q's that of exp(-mu z - mu^2/2), or 1 (remove); minibatches that are not
+    released count as 1. S is where a sum of one term per minibatch is positive. Its law is a product of Fourier
+    transforms. A record is in the first minibatch, by symmetry, so P and Q shift the first normal only.
+    """
+    ahead, behind = (mu if way != "add" else 0.0), (mu if way != "remove" else 0.0)
+    factor = math.exp(epsilon)
+
+    def term(z: np.ndarray) -> np.ndarray:
+        return np.asarray(np.exp(ahead * z - ahead**2 / 2) - factor * np.exp(-behind * z - behind**2 / 2))
+
+    low, top = term(np.array([-5.0 - behind, 6.5 + ahead]))
+    z = np.linspace(-8.0 - behind, 8.0 + ahead, 1 << 14)
+    d, rest = np.clip(term(z), low, top), (bins - rounds) * (1 - factor)
+    weights = [
+        np.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, ahead, -behind)
+    ]
+    std = math.sqrt(float(weights[0] @ (d - weights[0] @ d) ** 2))
+    middle = rounds * float(weights[0] @ d) + rest
+    first, last = (
+        min(middle, 0.0) - 12 * std * math.sqrt(rounds) + low,
+        max(middle, 0.0) + 12 * std * math.sqrt(rounds) + top,
+    )
+    size = 1 << min(16, max(10, math.ceil(math.log2((last - first) / (0.08 * std)))))
+    h = (last - first) / size
+    cell, part = np.divmod(d / h, 1.0)
+    cell = cell.astype(int)
+    spectra = []
+    for weight in weights:  # each mass goes to the two ends of its cell, so that its mean is kept
+        folded = np.bincount(cell % size, weight * (1 - part), size) + np.bincount(
+            (cell + 1) % size, weight * part, size
+        )
+        spectra.append(np.fft.rfft(folded))
+    others = spectra[0] ** (rounds - 1)
+    place = math.floor((first - rest) / h) + np.arange(size)  # of the sums of terms
+    likelier = np.zeros(size, bool)
+    likelier[place % size] = place * h + rest > 0
+    any_, p, q = (float(np.fft.irfft(spectrum * others, size)[likelier].sum()) for spectrum in spectra)
+    total = rest * any_ + rounds * (p - factor * q)
+    return min(1.0, max(0.0, total / bins))
 
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:
@@ -380,7 +471,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             elif query["bound"] == "by clip" and not query["stream"]:
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
-                apart = sampled and query["semidefinite"] and release["sampler"] == Sampler.POISSON
+                separate = (Sampler.POISSON, Sampler.ALLOCATION)
+                apart = sampled and query["semidefinite"] and release["sampler"] in separate
                 apart = apart and adjacency is Adjacency.REPLACE_ONE
                 joint = (int(query["joint"]) if sampled else 1) * (2 if apart else 1)
                 # A sample's terms are rounded one by one, because a replaced one is also compared with none.

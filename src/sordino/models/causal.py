@@ -1,0 +1,209 @@
+"""Causal language models with low-rank adapters: one record is one sequence of tokens, and its loss is clipped as one.
+
+A row holds token ids as exact float32 numbers, padded at the end. The loss of a sequence is the mean of -log p over its
+own next tokens. `TorchModel` clips cross entropies of classes, so the module returns two scores per sequence whose
+cross entropy with class 0 is exactly that loss: softmax of the scores is (exp(-loss), 1 - exp(-loss)). All labels are
+0, every bound of `TorchModel` holds as it is, and one sequence moves a clipped sum by at most the clip.
+
+Perplexity and generation read the trained parameters only, so they cost no privacy beyond the records they read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
+
+from sordino.errors import SordinoError
+from sordino.models.lora import adapt, module_of
+from sordino.models.torch_model import TorchModel
+from sordino.models.transformers import library, loaded
+
+LEAST_LOSS = 1e-6  # nats per token; below it the second score would be minus infinity
+MOST_TOKENS = 4096  # that one call generates
+
+
+class Sequences(nn.Module):
+    """Two scores per sequence, whose cross entropy with class 0 is the loss of the sequence.
+
+    Args:
+      network: a causal language model of `transformers`.
+      pad: the id of the padding at the end of a row.
+      ends: the padding is the end of a text too, so that its first token is learned.
+      after: only tokens after the first of this id count, as for answers after a question; None counts all.
+    """
+
+    def __init__(self, network: nn.Module, pad: int, ends: bool, after: int | None = None) -> None:
+        super().__init__()
+        self.network, self.pad, self.ends, self.after = network, pad, ends, after
+
+    def forward(self, x: Tensor, tokens: bool = False) -> Tensor:
+        """Scores (n, 2) of rows; or logits (n, length, vocabulary) of the tokens after each position."""
+        ids = x.long()
+        logits: Tensor = self.network(input_ids=ids, use_cache=False).logits
+        if tokens:
+            return logits
+        loss = self.losses(logits, ids).clamp(min=LEAST_LOSS)
+        return torch.stack([torch.zeros_like(loss), loss + torch.log(-torch.expm1(-loss))], -1)
+
+    def losses(self, logits: Tensor, ids: Tensor) -> Tensor:
+        """The mean of -log p over the tokens of each sequence that count."""
+        counted = self.counted(ids).to(torch.promote_types(logits.dtype, torch.float32))
+        each = cross_entropy(logits[:, :-1].mT.to(counted.dtype), ids[:, 1:], reduction="none")
+        return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+    def counted(self, ids: Tensor) -> Tensor:
+        """Which tokens after the first count: those before the padding, its first one if it ends the text."""
+        ended = (ids[:, 1:] == self.pad).cumsum(1)
+        fine = ended <= 1 if self.ends else ended == 0
+        return fine if self.after is None else fine & ((ids[:, :-1] == self.after).cumsum(1) > 0)
+
+
+def build(
+    weights: str | Path,
+    *,
+    length: int,
+    rank: int = 16,
+    alpha: float = 32.0,
+    dropout: float = 0.1,
+    targets: Sequence[str] | None = None,
+    after: int | None = None,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    chunk: int | None = None,
+    check: bool = False,
+) -> TorchModel:
+    """A causal language model from local weights, with adapters on its attention. Everything else is frozen.
+
+    Args:
+      weights: a folder that `save_pretrained` wrote, for example of GPT-2. Nothing is downloaded.
+      length: tokens per row.
+      rank: of the adapters.
+      alpha: the adapters are scaled by alpha / rank.
+      dropout: of the adapters' inputs.
+      targets: layers to adapt; see `lora.adapt`.
+      after: count only tokens after the first of this id, as for answers after a question.
+      seed: of the adapters.
+      autocast: bfloat16 or float16.
+      chunk: sequences per pass; see `TorchModel`.
+      check: compare gradients with those of single sequences once, in float64; for a large model this takes minutes.
+
+    Returns:
+      The model. Its labels are 0 for every sequence.
+
+    Raises:
+      SordinoError: the folder holds no causal language model, or an argument is out of its range.
+
+    Example:
+      >>> from sordino.models import causal
+      >>> model = causal.build("gpt2", length=64)  # doctest: +SKIP
+    """
+    network = loaded(library().AutoModelForCausalLM, weights)
+    about: Any = network.config
+    ends = about.eos_token_id[0] if isinstance(about.eos_token_id, list) else about.eos_token_id
+    pad = ends if about.pad_token_id is None else about.pad_token_id
+    if pad is None:
+        raise SordinoError(
+            f"weights: the configuration of '{weights}' has neither pad_token_id nor eos_token_id; set one."
+        )
+    if not 2 <= length <= about.max_position_embeddings:
+        raise SordinoError(f"length: {length} must lie between 2 and {about.max_position_embeddings}, the positions.")
+    adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=[], seed=seed)
+    module = Sequences(network, int(pad), pad == ends, after)
+    return TorchModel(module, shape=(length,), autocast=autocast, chunk=chunk, classes=2, check=check)
+
+
+def losses(model: TorchModel, theta: Tensor, rows: Tensor | np.ndarray) -> Tensor:
+    """The loss of each sequence in nats per token, in evaluation mode.
+
+    Args:
+      model: what `build` returned.
+      theta: the trained parameters.
+      rows: token ids, sequences by `length`.
+
+    Returns:
+      One number per sequence.
+    """
+    z = model.logits(theta, rows).double()
+    return z.logsumexp(-1) - z[..., 0]
+
+
+def perplexity(model: TorchModel, theta: Tensor, rows: Tensor | np.ndarray) -> float:
+    """exp of the mean loss per token over all sequences, each token counted once.
+
+    Args:
+      model: what `build` returned.
+      theta: the trained parameters.
+      rows: token ids, sequences by `length`. They lie outside the guarantee, as test records do.
+
+    Returns:
+      The perplexity.
+
+    Raises:
+      SordinoError: no token counts.
+    """
+    ids = torch.as_tensor(rows).long()
+    counts = _sequences(model).counted(ids).sum(1).double()
+    if not counts.sum() > 0:
+        raise SordinoError("rows: no token counts; give texts of at least two tokens.")
+    each = losses(model, theta, ids.to(theta)).cpu()
+    return math.exp(float((each * counts).sum() / counts.sum()))
+
+
+def generate(
+    model: TorchModel,
+    theta: Tensor,
+    tokens: Sequence[int],
+    *,
+    most: int = 20,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> list[int]:
+    """Continue a sequence of tokens, one token at a time, until padding or the end of a text.
+
+    Args:
+      model: what `build` returned.
+      theta: the trained parameters.
+      tokens: the ids of the beginning, at least one.
+      most: new tokens at most.
+      temperature: 0 takes the most probable token; above 0 tokens are drawn from softmax(logits / temperature).
+      seed: of the draws.
+
+    Returns:
+      The ids of the new tokens.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
+    if not len(tokens) or not 1 <= most <= MOST_TOKENS or not 0 <= temperature < math.inf:
+        raise SordinoError(
+            f"tokens {len(tokens)}, most {most}, temperature {temperature:g}: they must be at least 1, between 1 and "
+            f"{MOST_TOKENS}, and at least 0."
+        )
+    module, params = module_of(model), model.split(theta)
+    about: Any = _sequences(model).network.config
+    generator, ids = torch.Generator().manual_seed(seed), list(map(int, tokens))
+    module.eval()
+    for _ in range(most):
+        row = torch.tensor([ids[-int(about.max_position_embeddings) :]], device=theta.device)
+        with torch.no_grad():
+            z = functional_call(module, params, (row,), {"tokens": True})[0, -1].float().cpu()
+        drawn = torch.multinomial((z / temperature).softmax(-1), 1, generator=generator) if temperature else z.argmax()
+        if int(drawn) in (_sequences(model).pad, about.eos_token_id):
+            break
+        ids.append(int(drawn))
+    return ids[len(tokens) :]
+
+
+def _sequences(model: TorchModel) -> Sequences:
+    module = module_of(model)
+    if not isinstance(module, Sequences):
+        raise SordinoError("model: it is no causal language model; use causal.build.")
+    return module

@@ -1,0 +1,161 @@
+"""Causal language models: one sequence is one record, and its loss is clipped as one."""
+
+import numpy as np
+import pytest
+import torch
+from torch.func import functional_call
+
+from sordino import Plan, Privacy, Records, build, simulate, source
+from sordino.checks.sums import neighbours
+from sordino.core import SAFETY, Adjacency, Shard
+from sordino.data.text import tokenize
+from sordino.errors import SordinoError
+from sordino.models import causal
+from sordino.models.lora import load_peft, module_of, save_peft
+from sordino.models.torch_model import TorchModel
+from tests.support import language
+
+LENGTH = 10
+TEXTS = ["the film was good", "it was dull and cold", "a warm film", "not very fine"] * 6
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return language.gpt2(tmp_path_factory.mktemp("gpt2"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return causal.build(folder, length=LENGTH, rank=2, dropout=0.0, check=True)
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    return torch.from_numpy(tokenize(TEXTS, LENGTH, folder)).float()
+
+
+def theirs(folder, ids):
+    """Loss of one sequence as `transformers` computes it from labels: padding is -100, except the first."""
+    from transformers import GPT2LMHeadModel
+
+    labels = ids.clone()
+    ends = (ids == 0).nonzero()[0, 0] if (ids == 0).any() else len(ids)
+    labels[ends + 1 :] = -100
+    with torch.no_grad():
+        return float(GPT2LMHeadModel.from_pretrained(folder).eval()(ids[None], labels=labels[None]).loss)
+
+
+def test_the_loss_of_a_sequence_is_that_of_the_library(folder, model, rows):
+    ours = causal.losses(model, model.init(), rows[:4])
+    want = [theirs(folder, row.long()) for row in rows[:4]]
+    np.testing.assert_allclose(ours, want, rtol=1e-5)
+
+
+def test_gradients_are_those_of_the_loss_and_clipped_per_sequence(model, rows):
+    """Against autograd of the loss itself, one sequence after another; a clip of the whole batch differs."""
+    theta = (model.init() + 0.1 * torch.randn(model.size, generator=torch.Generator().manual_seed(1))).double()
+    module, total, clip = module_of(model).double().eval(), torch.zeros(model.size, dtype=torch.float64), 0.05
+    for row in rows[:5].double():
+        params = {name: part.clone().requires_grad_() for name, part in model.split(theta).items()}
+        logits = functional_call(module, params, (row[None],), {"tokens": True})
+        loss = module.losses(logits, row[None].long()).sum()
+        g = torch.cat([part.flatten() for part in torch.autograd.grad(loss, list(params.values()))])
+        assert g.norm() > clip
+        total += g * clip * (1 - SAFETY) / g.norm()
+    module.float()
+    shard = Shard(rows[:5].double(), torch.zeros(5, dtype=torch.long), torch.ones(5, dtype=torch.float64))
+    torch.testing.assert_close(model.clipped_sum(theta, shard, clip), total, rtol=1e-6, atol=1e-9)
+
+
+def moved(model, rows, clip):
+    """How far one sequence moves the clipped sum, in units of the claim."""
+    shard = Shard(rows[:9], torch.zeros(9, dtype=torch.long), torch.ones(9))
+    theta = model.init()
+    before = model.clipped_sum(theta, shard, clip)
+    for adjacency, other in neighbours(shard, 0):
+        claim = clip if adjacency is Adjacency.ADD_REMOVE else 2 * clip
+        found = (
+            other._replace(x=torch.where(other.x == shard.x, shard.x, rows[10:19]))
+            if other.x.shape == shard.x.shape
+            else other
+        )
+        yield float((before - model.clipped_sum(theta, found, clip)).norm()) / claim
+
+
+class Unclipped(TorchModel):
+    """Mutant: forgets to clip."""
+
+    def clipped_sum(self, theta, shard, clip, scale=None):
+        return super().clipped_sum(theta, shard, 1e9, scale)
+
+
+def test_one_sequence_moves_a_sum_by_the_clip_at_most(model, rows):
+    assert max(moved(model, rows, 0.01)) <= 1
+    mutant = Unclipped(module_of(model), shape=(LENGTH,), check=False)
+    assert max(moved(mutant, rows, 0.01)) > 1
+
+
+def test_training_lowers_perplexity_and_text_is_generated(folder, rows):
+    model = causal.build(folder, length=LENGTH, rank=4, dropout=0.0)
+    y, client = np.zeros(len(rows), np.int64), np.arange(len(rows)) % 2
+    records = Records.of(rows, y, client)
+    plan = Plan(build("dp-fedadam", lr=0.03, clip=1.0), 25, records.sizes, Privacy(epsilon=float("inf"), delta=1e-5))
+    before = causal.perplexity(model, model.init(), rows)
+    *_, done = simulate.run(plan, model, records, source(1))
+    after = causal.perplexity(model, done.model, rows)
+    assert after < 0.95 * before
+    new = causal.generate(model, done.model, [8, 7], most=5)  # "the film"
+    assert new == causal.generate(model, done.model, [8, 7], most=5)
+    assert len(new) <= 5
+    drawn = causal.generate(model, done.model, [8], most=5, temperature=1.0, seed=3)
+    assert all(0 < token < 15 for token in drawn)
+
+
+def test_only_answers_count_where_a_token_separates_them(folder):
+    whole, answer = (causal.build(folder, length=6, rank=2, after=after) for after in (None, 9))
+    ids = torch.tensor([[8, 7, 9, 1, 2, 0]])
+    assert module_of(whole).counted(ids).tolist() == [[True] * 5]
+    assert module_of(answer).counted(ids).tolist() == [[False, False, True, True, True]]
+
+
+def test_padding_counts_once_if_it_ends_a_text_and_never_else(model):
+    ids = torch.tensor([[8, 7, 0, 0], [8, 7, 3, 4]])
+    assert module_of(model).counted(ids).tolist() == [[True, True, False], [True] * 3]
+    other = causal.Sequences(module_of(model).network, 0, ends=False)
+    assert other.counted(ids).tolist() == [[True, False, False], [True] * 3]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_peft_computes_the_same_from_our_files_and_back(folder, rows, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install sordino[transformers]")
+    from transformers import GPT2LMHeadModel
+
+    model = causal.build(folder, length=LENGTH, rank=2)
+    theta = model.init() + 0.1 * torch.randn(model.size, generator=torch.Generator().manual_seed(0))
+    save_peft(tmp_path, model, theta)
+    theirs = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), tmp_path).eval()
+    ours = functional_call(module_of(model).eval(), model.split(theta), (rows[:3],), {"tokens": True})
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(rows[:3].long()).logits, ours, rtol=1e-4, atol=1e-5)
+    theirs.save_pretrained(tmp_path / "again")
+    assert torch.equal(load_peft(tmp_path / "again", model), theta)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"length": 1}, "length: 1 must lie between 2 and 32"),
+        ({"weights": "/nowhere"}, "weights: '/nowhere' is not a folder"),
+    ],
+)
+def test_mistakes_name_their_field(folder, words, message):
+    given = {"weights": folder, "length": LENGTH} | words
+    with pytest.raises(SordinoError, match=message):
+        causal.build(given.pop("weights"), **given)
+
+
+def test_a_classifier_is_no_language_model(model):
+    with pytest.raises(SordinoError, match=r"use causal\.build"):
+        causal.perplexity(TorchModel(torch.nn.Linear(3, 2)), torch.zeros(8), torch.ones(2, 3))
+    with pytest.raises(SordinoError, match="tokens 0, most 20"):
+        causal.generate(model, model.init(), [])
