@@ -3,10 +3,10 @@
     python benchmarks/compact.py results/table3/untrusted-server.json results/paper/*.json
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
-keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to. Estimation keeps
-the sum of a prediction, and no medians; subsampling leaves out what was tried; audits keep bounds and how near the
-attack came. Other documents only lose white space and digits. What is dropped is made again by the command in the
-document.
+keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
+Estimation keeps the sum of a prediction, and no medians; subsampling leaves out what was tried; audits keep bounds
+and how near the attack came. Other documents only lose white space and digits. What is dropped is made again by the
+command in the document.
 """
 
 from __future__ import annotations
@@ -37,12 +37,29 @@ def table(document: dict[str, Any]) -> dict[str, Any]:
         {
             "labels": line["labels"],
             "rounds": {
-                t: {key: cell[key] for key in CELL if cell.get(key) is not None} for t, cell in line["rounds"].items()
+                t: {key: digits(cell, key) for key in CELL if cell.get(key) is not None}
+                for t, cell in line["rounds"].items()
             },
         }
         for line in document["lines"]
     ]
-    return {**document, "lines": lines}
+    return {**document, "lines": lines, "tuning": settings(document["tuning"])}
+
+
+def digits(cell: dict[str, Any], key: str) -> Any:
+    """Accuracies in percent to 0.01; other measures as they are."""
+    plain = key in ("ours", "std") and "digits" not in cell
+    return round(cell[key], 2) if plain else cell[key]
+
+
+def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Settings that papers/published holds are named, not repeated."""
+    published = Path(__file__).parents[1] / "papers" / "published"
+    for path in sorted(published.glob("*settings_*.json")) if tuning and "settings" in tuning else ():
+        if json.loads(path.read_text(encoding="utf-8"))["settings"] == tuning["settings"]:
+            rest = {key: value for key, value in tuning.items() if key != "settings"}
+            return {**rest, "file": f"papers/published/{path.name}"}
+    return tuning
 
 
 def estimation(document: dict[str, Any]) -> dict[str, Any]:

@@ -63,8 +63,8 @@ with 7 rounds of all records, which need as many gradients, the momentum form ga
 secure aggregation; compared with 35 rounds, half of the gradients, at most 0.4.
 
 Limits of these figures: one validation run per setting chose the steps. For an untrusted server at ε = 0.5
-this changes a row by about one point (results/table3 has 63.7 for DP-FedGD and for the momentum form with 70
-rounds, this table 62.2 and 62.7), so differences of that size may come from the choice of the step. Rows of 7
+this changes a row by about one point (table `sofim-3` has 63.7 for DP-FedGD and 63.4 for the momentum form
+with 70 rounds, this table 62.2 and 62.7), so differences of that size may come from the choice of the step. Rows of 7
 rounds are tuned less well than the others, which favours minibatches: rho is that of 70 rounds; for the
 momentum form with an untrusted server at ε = 0.5 and 1 the best step is the largest one tried; for DP-FedGD
 at ε = 5 and 10 the grid has no 0.2."""

@@ -151,8 +151,10 @@ def attempt(
     most: int = MAX_RUNS_PER_BATCH,
     split: int | None = None,
     own_data: bool = False,
+    stop: int | None = None,
 ) -> list[Trained]:
-    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has its own data."""
+    """split: one partition for all seeds, so that they fit one batch. own_data: each seed has its own data. stop: train
+    only so many rounds."""
     specs = [
         Spec.of({**want.values, **request.shortened, "seed": seed, "split_seed": seed if split is None else split})
         for want in wants
@@ -160,7 +162,7 @@ def attempt(
     ]
     printed = sorted({t for want in wants for t in want.printed})
     dataset = None if own_data else request.dataset
-    return run_many(specs, dataset, device=request.device, at=printed, most=most, tick=request.tick)
+    return run_many(specs, dataset, device=request.device, at=printed, stop=stop, most=most, tick=request.tick)
 
 
 def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:

@@ -74,9 +74,13 @@ def test_every_table_has_a_preset():
 def test_settings_come_with_the_package():
     """For every method and budget of table 3, where each message is seen and where sums are."""
     for name, label in (("settings_client-mean", "dp-scaffold"), ("settings_sa", "dp-fedsofim (momentum)")):
-        request = tables.TableRequest(catalog.tables()["sofim-3"])
-        settings = tables.chosen(request.tuning(name))
-        assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
+        for prefix in ("", sofim.EARLY_SETTINGS):
+            request = tables.TableRequest(catalog.tables()["sofim-3"])
+            tuning = request.tuning(prefix + name)
+            settings = tables.chosen(tuning)
+            assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
+            assert tuning.get("round") == (10 if prefix else None)
+            assert len(settings) == len(tuning["settings"]), "one setting per method and budget"
 
 
 def test_the_printed_totals_of_table_13_are_wrong():
@@ -151,8 +155,13 @@ def test_a_table_is_run_and_written(capsys, features, name):
     assert all(line["settings"] for line in lines)
     if name == "sofim-3":
         methods = [line["labels"]["method"] for line in lines]
-        assert methods.count("DP-FedSOFIM (momentum)") == 2  # where each message is seen, and where sums are
-        assert methods.count("DP-SCAFFOLD") == 1  # not proved for sums
+        assert (
+            methods.count("DP-FedSOFIM (momentum)") == 4
+        )  # each message seen or sums alone; tuned for 10 or 70 rounds
+        assert methods.count("DP-SCAFFOLD") == 2  # not proved for sums
+        early = [line for line in lines if line["labels"]["tuned for"] == "round 10"]
+        assert 2 * len(early) == len(lines)
+        assert all("bias_correction" in line["settings"] for line in lines if "SOFIM" in line["labels"]["method"])
     if name == "sofim-10":
         steps = {(line["labels"]["part"], line["labels"]["step"]) for line in lines}
         assert {("grad_only", "lr"), ("grad_only", "lr / rho"), ("full (momentum)", "lr / rho")} <= steps

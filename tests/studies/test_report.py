@@ -279,7 +279,8 @@ def test_summary_names_the_promise_and_its_price(document):
     assert "2 methods on digits: 1,438 training and 8 test records" in words
     assert "ε = 1 at δ = 1e-05, record level, replace-one, untrusted-server" in words
     assert "ε = ∞ is without noise and promises nothing." in words
-    assert "Certified: 0 of 8 runs with noise. Seeded: not private." in words
+    assert "All runs with noise have a seed, so that they can be repeated. Whoever knows the seed" in words
+    assert "for 8 of these 8 runs. Certified as they are: 0 of 8." in words
     assert "Tuning: a grid. Not paid for." in words
     assert "Best at the last round: a at ε = 1 (70.0 ± 10.0 %)" in words
 

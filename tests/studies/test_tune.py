@@ -106,9 +106,78 @@ def test_every_preset_names_options_that_the_method_has(name, method):
 
 
 def test_the_fine_grids_are_as_large_as_the_paper_s():
+    """But for DP-FedGD, which also has the steps between 0.1 and 0.3, and DP-FTRL, which also has DP-FedGD's."""
     sizes = {name: grids.size(grid) for name, grid in grids.FINE.items()}
-    paper = {"dp-fedgd": 5, "dp-fedavg": 25, "dp-fedfc": 30, "dp-scaffold": 100, "dp-fedadam": 144, "dp-fedyogi": 180}
+    paper = {
+        "dp-fedgd": 5 + 3,
+        "dp-fedavg": 25,
+        "dp-fedfc": 30,
+        "dp-scaffold": 100,
+        "dp-fedadam": 144,
+        "dp-fedyogi": 180,
+    }
     assert paper | {"dp-adafedprox": 240, "dp-fedsofim": 120, "dp-ftrl": 6 + 5} == sizes
+
+
+def test_dp_fedsofim_has_the_parts_of_its_paper_at_small_budgets():
+    small, one, large = (grids.preset("paper-fine", "dp-fedsofim", epsilon) for epsilon in (0.5, 1.0, 5.0))
+    assert small["bias_correction"] == one["bias_correction"] == (False, True)
+    assert 20 in small["ema_rounds"]
+    assert 20 in small["warm_start"]
+    assert "ema_rounds" not in one
+    assert large == grids.FINE["dp-fedsofim"]
+    assert grids.preset("paper-fine", "dp-fedgd", 0.5) == grids.FINE["dp-fedgd"]
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "best", "expected"),
+    [
+        ("lr", (0.1, 0.3), 0.3, 0.6),
+        ("lr", (0.3, 0.1), 0.1, 0.05),
+        ("lr", (0.1, 0.2, 0.3), 0.2, None),
+        ("lr", (0.1,), 0.1, None),
+        ("beta", (0.8, 0.95), 0.95, 0.975),
+        ("beta", (0.8, 0.95), 0.8, 0.6),
+        ("beta1", (0.0, 0.9), 0.0, None),
+        ("tau", (0.0, 0.1), 0.0, None),
+        ("steps", (1, 10), 10, 20),
+        ("steps", (1, 20), 20, None),
+        ("steps", (1, 10), 1, None),
+        ("ema_rounds", (0, 20), 20, None),
+        ("bias_correction", (False, True), True, None),
+        ("apply_to", ("gradient", "momentum"), "momentum", None),
+    ],
+)
+def test_a_value_beyond_the_edge_is_valid_or_none(key, values, best, expected):
+    assert grids.beyond(key, values, best) == expected
+
+
+def test_a_grid_is_extended_where_its_best_value_lies_on_an_edge(digits):
+    """A grid far below the good steps ends where a grid around them ends, and says so."""
+    held, how = validated(digits), {"metric": "log_loss"}
+    bare = {**BASE, "epsilon": math.inf}
+    low = TuningCase(bare, {"lr": (0.01, 0.02)})
+    (left,), (moved,), (once,) = (tune([low], held, extensions=n, **how) for n in (0, 12, 1))
+    assert (left.options["lr"], left.added, left.edge) == (0.02, {}, ("lr",))
+    assert (once.added, once.edge, once.tried) == ({"lr": [0.04]}, ("lr",), 3)
+    assert moved.options["lr"] > 0.3
+    assert moved.edge == ()
+    assert moved.score < left.score
+    inside = TuningCase(bare, {"lr": (moved.options["lr"] / 8, moved.options["lr"], moved.options["lr"] * 8)})
+    assert tune([inside], held, extensions=9, **how)[0].added == {}
+
+
+def test_settings_may_be_chosen_for_an_early_round(digits):
+    """By the score after that round, under the noise of the whole run."""
+    from sordino.training.batch import run_many
+
+    held, grid = validated(digits), {"lr": (0.02, 0.5, 2.0, 40.0)}
+    (best,) = tune([TuningCase(BASE, grid)], held, tune_round=2)
+    scores = {lr: run_many([Spec.of({**BASE, "lr": lr})], held)[0].scores[2] for lr in grid["lr"]}
+    assert best.score == pytest.approx(max(scores.values()))
+    assert scores[best.options["lr"]] == max(scores.values())
+    with pytest.raises(SordinoError, match="tune_round: 0"):
+        tune([], held, tune_round=0)
 
 
 # -------------------------------------------------------------------------------------------------------------- paying

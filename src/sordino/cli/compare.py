@@ -63,6 +63,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--preset", default="paper-fine", metavar="NAME", help="grid to tune over (default: paper-fine)"
     )
+    parser.add_argument(
+        "--tune-round", type=int, metavar="N", help="choose settings by the metric after round N (default: the last)"
+    )
     parser.add_argument("--settings", metavar="FILE", help="settings.json of an earlier comparison, instead of tuning")
     parser.add_argument(
         "--only-tune", action="store_true", help="stop after tuning; the chosen settings are in settings.json"
@@ -96,6 +99,10 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
     if arguments.tune and arguments.settings:
         raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
+    if arguments.tune_round is not None and not (arguments.tune or arguments.only_tune):
+        raise SordinoError("--tune-round: nothing is tuned; add --tune or --only-tune, or leave it out.")
+    if arguments.tune_round is not None and arguments.tune_round < 1:
+        raise SordinoError(f"--tune-round: {arguments.tune_round} must be at least 1.")
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     metric = compare.check_metric(arguments.metric, base)
@@ -115,13 +122,14 @@ def act(arguments: argparse.Namespace) -> int:
             "trials": arguments.trials,
             "grid": arguments.preset,
             "metric": metric,
+            "tune_round": arguments.tune_round,
             "device": arguments.device,
         }
         with bar("settings") as tick:
             tuning = compare.settle(who, base, epsilons, tick=tick, **how)
         (out / "settings.json").write_text(json.dumps(tuning, indent=1) + "\n", encoding="utf-8")
     if arguments.only_tune:
-        console().print(f"settings chosen: {out / 'settings.json'}", markup=False)
+        console().print(f"settings chosen: {out / 'settings.json'} ({tuning['how']})", markup=False)
         return 0
     runs = compare.lineup(who, base, epsilons, seeds, tuning)
     of = arguments.of or next((each.label for each in reversed(who) if each.method == "dp-fedsofim"), "")

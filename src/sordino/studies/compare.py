@@ -2,7 +2,8 @@
 
 Each method is tuned once per budget, by a metric of its last round on validation records: accuracy for classes, R² for
 quantities, explained deviance for counts and concordance for survival, or the one that is asked for. The same setting
-serves the results of all rounds. A seed changes partition and noise. `report` turns the document into a page, Markdown
+serves the results of all rounds; another round to tune for can be named (`tune_round`). A grid whose best value lies on
+its edge is extended. A seed changes partition and noise. `report` turns the document into a page, Markdown
 and figures.
 """
 
@@ -55,6 +56,7 @@ PAPER = (
 RIVAL, SHARE = "dp-fedgd", 0.95  # the report counts the rounds until this share of this method's last accuracy
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times a tuned step size: how much does it matter?
 MEMORIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+EXTENSIONS = 4  # times that a grid is extended where its best value lies on an edge
 Tick = Callable[[int], None]
 
 
@@ -70,6 +72,7 @@ class Contestant(NamedTuple):
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
+GRADIENT_OPTIONS = entry("dp-fedgd").options
 OPTION_KEYS = {key for known in REGISTRY.values() for key in known.options}
 SHARED_KEYS = {
     *RUN_KEYS,
@@ -137,25 +140,30 @@ def settle(
     how: str = "grid",
     validation: float = 0.1,
     metric: str | None = None,
+    tune_round: int | None = None,
     **search: Any,
 ) -> dict[str, Any]:
-    """Tune every contestant for every budget. The result is the `tuning` part of a document."""
+    """Tune every contestant for every budget. The result is the `tuning` part of a document.
+
+    tune_round: the round whose metric decides (default: the last). search: see `tune`.
+    """
     cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
         at = each.values(base, 1.0)
-        tried = {
-            key: tuple(
-                value for value in values if _proved({**at, key: value})
-            )  # for example not K > 1 if the server sees only sums
-            for key, values in preset(grid, each.method).items()
-            if key not in each.options
-        }
         for epsilon in epsilons:
+            tried = {
+                key: tuple(
+                    value for value in values if _proved({**at, key: value})
+                )  # for example not K > 1 if the server sees only sums
+                for key, values in preset(grid, each.method, epsilon).items()
+                if key not in each.options
+            }
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     tunable = [case for case in cases if case[2].grid]
     dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
     metric = ranking_metric(metric, task_of_data(dataset)) if dataset else metric
-    tuned = tune([case for *_, case in tunable], dataset, how=how, metric=metric, **search) if dataset else []
+    search = {"extensions": EXTENSIONS, "metric": metric, "tune_round": tune_round, **search}
+    tuned = tune([case for *_, case in tunable], dataset, how=how, **search) if dataset else []
     settings = [
         {
             "method": each.label,
@@ -163,16 +171,30 @@ def settle(
             "options": best.options,
             "score": best.score,
             "tried": best.tried,
+            **({"added": best.added} if best.added else {}),
+            **({"edge": list(best.edge)} if best.edge else {}),
         }
         for (each, epsilon, _), best in zip(tunable, tuned, strict=True)
     ]
+    by = "" if tune_round is None else f", by the metric after round {tune_round}"
     return {
-        "how": f"{how} over {grid}",
+        "how": f"{how} over {grid}{by}{extended(settings)}",
         "paid": private_tuning.UNPAID,
         "validation": f"{validation:.0%} of the training records, held out by position (seed 0); no test record",
         "settings": settings,
         "metric": metric or "accuracy",
+        **({} if tune_round is None else {"round": tune_round}),
     }
+
+
+def extended(settings: Sequence[dict[str, Any]]) -> str:
+    """Which grids were extended, in words; empty if none was."""
+    grown = dict.fromkeys(f"{each['method']} ({key})" for each in settings for key in each.get("added", ()))
+    if not grown:
+        return ""
+    words = f"; extended where the best value lay on an edge: {', '.join(grown)}"
+    still = dict.fromkeys(f"{each['method']} ({key})" for each in settings for key in each.get("edge", ()))
+    return words + (f"; still on the edge after {EXTENSIONS} extensions: {', '.join(still)}" if still else "")
 
 
 UNTOUCHED = {"how": "none", "paid": "nothing was tuned", "validation": "none", "settings": []}
@@ -213,16 +235,12 @@ def ablation(runs: Sequence[Entrant], of: str) -> list[Entrant]:
     entrants = []
     for run in runs:
         if run.label == of:
-            rest = {
-                key: value
-                for key, value in run.values.items()
-                if key not in ("rho", "beta", "lr", "apply_to", "method")
-            }
-            options = {**entry("dp-fedsofim").options, **run.values}
-            step = options["lr"] / options["rho"]
-            entrants.append(Entrant("gradient alone", "ablation", {**rest, "method": "dp-fedgd", "lr": step}))
-            average = {"rho": 1.0, "lr": step, "beta": options["beta"], "ema_rounds": 10**6}
-            entrants.append(Entrant("moving average alone", "ablation", {**rest, "method": "dp-fedsofim", **average}))
+            whole = {**entry("dp-fedsofim").options, **run.values}
+            step = whole["lr"] / whole["rho"]
+            plain = {key: value for key, value in run.values.items() if key in SHARED_KEYS or key in GRADIENT_OPTIONS}
+            entrants.append(Entrant("gradient alone", "ablation", {**plain, "method": "dp-fedgd", "lr": step}))
+            average = {"apply_to": "gradient", "rho": 1.0, "lr": step, "ema_rounds": 10**6}
+            entrants.append(Entrant("moving average alone", "ablation", {**run.values, **average}))
             entrants.append(run._replace(label=f"full: {of}", group="ablation"))
     return entrants
 

@@ -2,14 +2,15 @@
 
 The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
 of DP-FedAvg (0.1 here). Its steps for DP-FTRL are far too large under fully accounted noise, so the grid also has those
-of DP-FedGD.
+of DP-FedGD. The fine grid of DP-FedGD also has steps between 0.1 and 0.3, where the printed one has none. For small
+budgets the paper adds parts to DP-FedSOFIM; its grid tries them with and without (`SMALL_BUDGETS`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from sordino.errors import SordinoError, nearest
@@ -53,7 +54,7 @@ COARSE: dict[str, Grid] = {
 }
 
 FINE: dict[str, Grid] = {
-    "dp-fedgd": {"lr": (0.03, 0.05, 0.08, 0.1, 0.3)},
+    "dp-fedgd": {"lr": (0.03, 0.05, 0.08, 0.1, 0.15, 0.2, 0.25, 0.3)},
     "dp-fedavg": {"lr": (0.3, 0.5, 0.6, 0.8, 1.0), "steps": (1, 2, 5, 7, 10), "local_lr": (0.1,)},
     "dp-fedfc": {"lr": (0.1, 0.15, 0.3, 0.4, 0.5, 2.0), "gamma": (0.5, 1.0, 2.0, 5.0, 10.0)},
     "dp-scaffold": {
@@ -89,16 +90,43 @@ FINE: dict[str, Grid] = {
 
 PRESETS = {"paper-coarse": COARSE, "paper-fine": FINE}
 UNTUNED = ("auto",)  # its settings follow from public facts
+SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a paper adds up to an epsilon
+    "dp-fedsofim": (
+        (1.0, {"bias_correction": (False, True)}),
+        (0.5, {"ema_rounds": (0, 20), "warm_start": (0, 20)}),  # the two readings of its warm-up of 20 rounds
+    ),
+}
+MEMORIES = ("beta", "beta1", "beta2")  # decays in [0, 1)
+MOST_COUNT = {"steps": 20}  # no grid of the papers has more; other counts are never extended
 
 
-def preset(name: str, method: str) -> Grid:
-    """A method's grid: that of the papers, or else multiples of its default step size."""
+def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
+    """A method's grid: that of the papers, or else multiples of its default step size.
+
+    Args:
+        name: Which grid, of `PRESETS`.
+        method: The name of the method.
+        epsilon: The budget; for small ones a paper may add parts to its method.
+
+    Returns:
+        The values to try for each option.
+
+    Raises:
+        SordinoError: There is no such grid or method.
+
+    Example:
+        >>> preset("paper-fine", "dp-fedsofim", 1.0)["bias_correction"]
+        (False, True)
+    """
     if name not in PRESETS:
         raise SordinoError(f"preset: '{name}' is unknown.{nearest(name, PRESETS)}")
     if method in UNTUNED:
         return {}
     if method in PRESETS[name]:
-        return PRESETS[name][method]
+        grid = dict(PRESETS[name][method])
+        for most, parts in SMALL_BUDGETS.get(method, ()):
+            grid |= parts if epsilon <= most else {}
+        return grid
     known = entry(method)
     steps = [key for key in ("lr", "local_lr") if key in known.options][:1]
     return {key: tuple(known.options[key] * 4.0**k for k in (-2, -1, 0, 1, 2)) for key in steps}
@@ -108,6 +136,57 @@ def product(grid: Grid) -> Iterator[dict[str, Any]]:
     """Every combination of the grid's values."""
     for values in itertools.product(*grid.values()):
         yield dict(zip(grid, values, strict=True))
+
+
+def beyond(key: str, values: Sequence[Any], best: Any) -> Any | None:
+    """The next value outside a grid on the side of its best value: half or twice as much.
+
+    Args:
+        key: The option. For a decay (`MEMORIES`) 1 - value is halved or doubled.
+        values: The values that were tried.
+        best: The best of them.
+
+    Returns:
+        The value to try next; None if the best is inside the grid, or if nothing valid lies beyond it.
+
+    Example:
+        >>> beyond("lr", (0.1, 0.3), 0.3), beyond("beta", (0.8, 0.9), 0.8), beyond("lr", (0.1, 0.2, 0.3), 0.2)
+        (0.6, 0.6, None)
+    """
+    numbers = sorted(value for value in set(values) if isinstance(value, int | float) and not isinstance(value, bool))
+    if len(numbers) < 2 or len(numbers) < len(set(values)) or best not in (numbers[0], numbers[-1]):
+        return None
+    factor = 2 if best == numbers[-1] else 0.5
+    if key in MEMORIES:
+        decay = round(1 - (1 - best) / factor, 6)
+        return decay if 0 <= decay < 1 else None
+    if isinstance(best, int):
+        return int(best * factor) if 1 <= int(best * factor) <= MOST_COUNT.get(key, 0) else None
+    return float(f"{best * factor:.6g}") if best > 0 else None
+
+
+def around(grid: Grid, best: dict[str, Any], key: str, value: Any) -> Iterator[dict[str, Any]]:
+    """A new value of one option, with the other options at their best value or next to it in the grid.
+
+    Args:
+        grid: The values that were tried.
+        best: The best setting.
+        key: The option with the new value.
+        value: The new value.
+
+    Yields:
+        The settings to try.
+
+    Example:
+        >>> list(around({"lr": (1, 2), "rho": (1, 5, 9, 11)}, {"lr": 2, "rho": 1}, "lr", 4))
+        [{'lr': 4, 'rho': 1}, {'lr': 4, 'rho': 5}]
+    """
+    near: Grid = {}
+    for option, values in grid.items():
+        ordered = sorted(values)
+        at = ordered.index(best[option])
+        near[option] = (value,) if option == key else tuple(ordered[max(0, at - 1) : at + 2])
+    yield from product(near)
 
 
 def size(grid: Grid) -> int:

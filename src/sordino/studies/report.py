@@ -26,6 +26,7 @@ Epsilon = float | None  # None: no noise
 CLIENTS_SHOWN = 200  # the most that a page lists one by one
 SIGNIFICANT = 0.05
 NONE = "–"
+SEEDED = "seeded: "  # how the reason of a certificate begins where the noise has a seed
 
 
 class Score(NamedTuple):
@@ -521,11 +522,23 @@ def _promise(document: Document) -> str:
 
 
 def _certified(document: Document) -> str:
+    """How many runs are certified, with the reason first where none can be: seeds."""
     runs = [run for run in document["runs"] if run["epsilon"] is not None]
     certified = sum(run["certificate"]["certified"] for run in runs)
-    reasons = dict.fromkeys(reason for run in runs for reason in run["certificate"]["reasons"])
-    why = "".join(f" {_sentence(reason)}" for reason in reasons)
-    return f"Certified: {certified:,} of {len(runs):,} runs with noise.{why}"
+    reasons = [list(run["certificate"]["reasons"]) for run in runs]
+    seeded = [SEEDED in " ".join(each) for each in reasons]
+    others = dict.fromkeys(reason for each in reasons for reason in each if SEEDED not in reason)
+    why = "".join(f" {_sentence(reason)}" for reason in others)
+    if not any(seeded):
+        return f"Certified: {certified:,} of {len(runs):,} runs with noise.{why}"
+    barred = sum(len(each) > 1 for each, has in zip(reasons, seeded, strict=True) if has)
+    could = sum(seeded) - barred
+    return (
+        f"{'All' if all(seeded) else f'{sum(seeded):,} of {len(runs):,}'} runs with noise have a seed, so that they "
+        "can be repeated. Whoever knows the seed can subtract the noise, so such a run is never certified; without its "
+        f"seed the same command is, for {could:,} of these {sum(seeded):,} runs. Certified as they are: {certified:,} "
+        f"of {len(runs):,}.{why}"
+    )
 
 
 def _tuned(tuned: Document) -> str:

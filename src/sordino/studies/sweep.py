@@ -34,7 +34,7 @@ Tick = Callable[[int], None]
 
 def grid_of(texts: Sequence[str], name: str | None, values: dict[str, Any]) -> Grid:
     """The grid from `key=a,b,c` and a preset. Explicit keys replace those of the preset."""
-    grid = dict(preset(name, values.get("method", Spec.method))) if name else {}
+    grid = preset(name, values.get("method", Spec.method), float(values.get("epsilon", Spec.epsilon))) if name else {}
     for text in texts:
         key, equals, listed = text.partition("=")
         if not equals or not listed.strip():

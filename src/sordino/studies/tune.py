@@ -2,12 +2,15 @@
 
 A record is used for training or for validation, never for both, and test records are not used. Records are held out by
 position, so the choice does not depend on their content. `private_tuning` computes what such a search costs in privacy.
+A grid whose best value lies on its edge is extended on request, and the result says so: a method whose best step lies
+outside its grid would be judged by the grid.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +18,7 @@ import numpy as np
 from sordino.data.sources import Dataset
 from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, nearest
-from sordino.studies.grids import Grid, product, size
+from sordino.studies.grids import Grid, around, beyond, product
 from sordino.training.batch import run_many
 from sordino.training.evaluate import task_of_data
 from sordino.training.metrics import goodness, ranking_metric
@@ -39,6 +42,8 @@ class Tuned(NamedTuple):
     options: dict[str, Any]  # the best setting alone
     score: float  # its metric on validation records
     tried: int
+    added: Mapping[str, list[Any]] = MappingProxyType({})  # by option: values tried beyond the edge of the grid
+    edge: tuple[str, ...] = ()  # options whose best value still lies on the edge of what was tried
 
 
 Tick = Callable[[int], None]
@@ -58,6 +63,12 @@ def validated(dataset: Dataset, fraction: float = 0.1, seed: int = 0) -> Dataset
     )
 
 
+class _Trial(NamedTuple):
+    case: int
+    options: dict[str, Any]
+    score: float
+
+
 def tune(
     cases: Sequence[TuningCase],
     dataset: Dataset,
@@ -66,38 +77,87 @@ def tune(
     trials: int = 64,
     storage: str | None = None,
     metric: str | None = None,
+    tune_round: int | None = None,
+    extensions: int = 0,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> list[Tuned]:
-    """The best setting of every case, by the last round's metric on `dataset`'s test part (see `validated`).
+    """The best setting of every case, by one round's metric on `dataset`'s test part (see `validated`).
 
-    metric: accuracy, auc, log_loss …; of a loss the least is best (default: accuracy for classes, r2 for quantities).
-    trials, storage: for Optuna. A study that `storage` already holds is continued.
+    Args:
+        cases: What to tune.
+        dataset: Training records, and validation records as its test part.
+        how: `grid`, `halving` or `optuna`.
+        trials: Number of Optuna's trials per case.
+        storage: Optuna's storage. A study that it already holds is continued.
+        metric: accuracy, auc, log_loss …; of a loss the least is best (default: accuracy for classes, r2 for
+            quantities).
+        tune_round: The round whose metric decides (default: the last). The noise is always that of a whole run.
+        extensions: How often a `grid` may be extended where its best value lies on an edge.
+        device: `cpu` or `cuda`.
+        tick: Called with the number of runs that finished.
+
+    Returns:
+        One result per case, in order.
+
+    Raises:
+        SordinoError: The search, the metric or the round is unknown.
     """
     if how not in SEARCHES:
         raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
+    if tune_round is not None and tune_round < 1:
+        raise SordinoError(f"tune_round: {tune_round} must be at least 1; leave it out to choose by the last round.")
     metric = ranking_metric(metric, task_of_data(dataset))
     if how == "optuna":
-        return [_optuna(case, dataset, metric, trials, storage, device, tick) for case in cases]
-    trials_left = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
-    for stop in _rungs([case.values for case in cases]) if how == "halving" else [None]:
-        specs = [Spec.of({**cases[number].values, **options}) for number, options in trials_left]
+        return [_optuna(case, dataset, metric, trials, storage, tune_round, device, tick) for case in cases]
+
+    def score(settings: Sequence[tuple[int, dict[str, Any]]], stop: int | None) -> list[_Trial]:
+        specs = [Spec.of({**cases[number].values, **options}) for number, options in settings]
         scores = _scores(specs, dataset, metric, device, stop, tick)
-        good = [goodness(metric, score) for score in scores]
-        ranked = sorted(range(len(trials_left)), key=lambda i: -good[i])  # stable: among equals the first one listed
-        best = [next(i for i in ranked if trials_left[i][0] == number) for number in range(len(cases))]
-        winners = [(trials_left[i][1], scores[i]) for i in best]
-        places = {number: math.ceil(sum(n == number for n, _ in trials_left) / KEEP) for number in range(len(cases))}
-        survivors = set()
-        for i in ranked:
-            if places[trials_left[i][0]]:
-                places[trials_left[i][0]] -= 1
-                survivors.add(i)
-        trials_left = [each for i, each in enumerate(trials_left) if i in survivors]
-    return [
-        Tuned({**case.values, **options}, options, score, size(case.grid))
-        for case, (options, score) in zip(cases, winners, strict=True)
-    ]
+        return [_Trial(number, options, value) for (number, options), value in zip(settings, scores, strict=True)]
+
+    def best(done: Sequence[_Trial], number: int) -> _Trial:
+        mine = [trial for trial in done if trial.case == number]
+        return max(mine, key=lambda trial: goodness(metric, trial.score))  # among equals the first one listed
+
+    todo = [(number, options) for number, case in enumerate(cases) for options in product(case.grid)]
+    tried, done = list(todo), list[_Trial]()
+    for stop in _rungs([case.values for case in cases], tune_round) if how == "halving" else [tune_round]:
+        done = score(todo, stop)
+        todo = _survivors(done, metric, len(cases))
+    grids, added = [dict(case.grid) for case in cases], [dict[str, list[Any]]() for _ in cases]
+    for _ in range(extensions if how == "grid" else 0):
+        more: list[tuple[int, dict[str, Any]]] = []
+        for number, grid in enumerate(grids):
+            centre = best(done, number).options
+            new = {key: beyond(key, values, centre[key]) for key, values in grid.items()}
+            for key, value in new.items():
+                if value is not None:
+                    more += [(number, options) for options in around(grid, centre, key, value)]
+            for key, value in new.items():
+                if value is not None:
+                    grid[key] = (*grid[key], value)
+                    added[number].setdefault(key, []).append(value)
+        if not more:
+            break
+        done, tried = [*done, *score(more, tune_round)], [*tried, *more]
+    results = []
+    for number, case in enumerate(cases):
+        options, value = best(done, number)[1:]
+        edge = tuple(key for key, values in grids[number].items() if beyond(key, values, options[key]) is not None)
+        runs = sum(each == number for each, _ in tried)
+        results.append(Tuned({**case.values, **options}, options, value, runs, added[number], edge))
+    return results
+
+
+def _survivors(done: Sequence[_Trial], metric: str, cases: int) -> list[tuple[int, dict[str, Any]]]:
+    """The best third of every case's trials, in the order in which they were listed."""
+    kept = set[int]()
+    for number in range(cases):
+        mine = [i for i, trial in enumerate(done) if trial.case == number]
+        ranked = sorted(mine, key=lambda i: -goodness(metric, done[i].score))
+        kept |= set(ranked[: math.ceil(len(mine) / KEEP)])
+    return [(trial.case, trial.options) for i, trial in enumerate(done) if i in kept]
 
 
 def _scores(
@@ -107,19 +167,25 @@ def _scores(
     return [each.scores[max(each.scores)] for each in trained]
 
 
-def _rungs(cases: Sequence[dict[str, Any]]) -> Iterator[int | None]:
+def _rungs(cases: Sequence[dict[str, Any]], last: int | None) -> Iterator[int]:
     """Number of rounds at each rung. The noise is always that of a whole run."""
     rounds = {resolve(Spec.of(values)).rounds for values in cases}
     if len(rounds) > 1:
         raise SordinoError("search: halving needs the same number of rounds for all methods; set rounds.")
-    (whole,) = rounds
-    for rung in range(RUNGS - 1, 0, -1):
+    whole = min(last or max(rounds), max(rounds))
+    for rung in range(RUNGS - 1, -1, -1):
         yield max(1, whole // KEEP**rung)
-    yield None
 
 
 def _optuna(
-    case: TuningCase, dataset: Dataset, metric: str, trials: int, storage: str | None, device: str, tick: Tick
+    case: TuningCase,
+    dataset: Dataset,
+    metric: str,
+    trials: int,
+    storage: str | None,
+    stop: int | None,
+    device: str,
+    tick: Tick,
 ) -> Tuned:
     try:
         import optuna
@@ -131,6 +197,7 @@ def _optuna(
     values = case.values
     name = " ".join(str(values[key]) for key in ("method", "epsilon", "trust", "divisor") if key in values)
     name += "" if metric == "accuracy" else f" by {metric}"  # a stored study holds the scores of one metric
+    name += "" if stop is None else f" at round {stop}"
     study = optuna.create_study(
         study_name=name,
         storage=storage,
@@ -143,7 +210,7 @@ def _optuna(
     while done < trials:
         asked = [study.ask(space) for _ in range(min(RUNS_PER_BATCH, trials - done))]
         specs = [Spec.of({**values, **trial.params}) for trial in asked]
-        for trial, score in zip(asked, _scores(specs, dataset, metric, device, None, tick), strict=True):
+        for trial, score in zip(asked, _scores(specs, dataset, metric, device, stop, tick), strict=True):
             study.tell(trial, goodness(metric, score))
         done += len(asked)
     best = study.best_trial
