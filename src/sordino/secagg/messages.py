@@ -182,10 +182,7 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
         valid = isinstance(site_names, list) and len(site_names) <= sites
         if not valid or not all(isinstance(name, str) for name in site_names):
             raise refuse(f"its {field} are no list of names")
-        rows = _array(message, array, np.uint8, (len(site_names), shamir.SIZE), refuse)
-        values = [int.from_bytes(row.tobytes(), "little") for row in rows]
-        if not all(value < shamir.PRIME for value in values):
-            raise refuse(f"its {array} are no shares")
+        values = _values(message, array, len(site_names), refuse)
         shares.append(dict(zip(site_names, values, strict=True)))
         listed += site_names
     if not set(listed) <= set(session.roster.names):
@@ -303,12 +300,7 @@ def read_sparse_reveal(session: Session, round: int, sender: str, data: bytes, c
     message, refuse = _read(
         session, "secagg-sparse-reveal", round, sender, data, _HEAD, shamir.SIZE * sum(counts), *names
     )
-    shares = list[list[int]]()
-    for array, count in zip(names[1], counts, strict=True):
-        rows = _array(message, array, np.uint8, (count, shamir.SIZE), refuse)
-        shares.append([int.from_bytes(row.tobytes(), "little") for row in rows])
-        if not all(value < shamir.PRIME for value in shares[-1]):
-            raise refuse(f"its {array} are no shares")
+    shares = [_values(message, array, count, refuse) for array, count in zip(names[1], counts, strict=True)]
     _verify(session, sender, data, refuse)
     return SparseReveal(_hex(message, "shown_sha256", 32, refuse).hex(), *shares)
 
@@ -433,3 +425,12 @@ def _array(message: Message, name: str, dtype: Any, shape: tuple[int, ...], refu
 def _rows(values: Sequence[int]) -> NDArray[np.uint8]:
     data = b"".join(value.to_bytes(shamir.SIZE, "little") for value in values)
     return np.frombuffer(data, np.uint8).reshape(len(values), shamir.SIZE)
+
+
+def _values(message: Message, name: str, count: int, refuse: _Refuse) -> list[int]:
+    """The shares that `_rows` wrote."""
+    rows = _array(message, name, np.uint8, (count, shamir.SIZE), refuse)
+    values = [int.from_bytes(row.tobytes(), "little") for row in rows]
+    if not all(value < shamir.PRIME for value in values):
+        raise refuse(f"its {name} are no shares")
+    return values

@@ -20,20 +20,15 @@ all of its sites were shown the same offers and the same request.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from numpy.typing import NDArray
 
-from sordino.errors import SordinoError, WrongShareError
-from sordino.secagg import shamir
-from sordino.secagg.derive import UInt32Array, add_stream, agree, derive, joined, public
+from sordino.errors import SordinoError
+from sordino.secagg.boxes import decrypt_shares, encrypt_shares
+from sordino.secagg.derive import UInt32Array, public
+from sordino.secagg.masking import add_masks, remove_pair_masks, remove_self_mask
 from sordino.secagg.messages import (
-    BOX,
-    DIMENSION,
     Masked,
     Offer,
     Reveal,
@@ -49,7 +44,7 @@ from sordino.secagg.messages import (
     write_offer,
     write_reveal,
 )
-from sordino.secagg.session import Member, Session
+from sordino.secagg.session import Member, Session, check_survivors
 
 # ------------------------------------------------------------------------------------------------------- at the sites
 
@@ -69,17 +64,9 @@ def offer(member: Member, round: int) -> bytes:
     committed = commitment(session, round, member.name, member.seed(round))
     pairs = {card.name: pair for card, pair in zip(session.roster.sites, shares, strict=True)}
     del pairs[member.name]
-    return write_offer(member, round, Offer(ephemeral, committed, _boxes(member, round, ephemeral + committed, pairs)))
-
-
-def _boxes(member: Member, round: int, offered: bytes, shares: Mapping[str, tuple[int, int]]) -> NDArray[np.uint8]:
-    """The encrypted shares, one row per receiver."""
-    session, boxes = member.session, bytearray()
-    for name, pair in shares.items():
-        common = agree(member.identity.box_key, bytes.fromhex(session.roster.card(name).box))
-        cipher, nonce, about = _box(session, round, common, member.name, name, offered)
-        boxes += cipher.encrypt(nonce, b"".join(share.to_bytes(shamir.SIZE, "little") for share in pair), about)
-    return np.frombuffer(bytes(boxes), np.uint8).reshape(len(shares), BOX)
+    return write_offer(
+        member, round, Offer(ephemeral, committed, encrypt_shares(member, round, ephemeral + committed, pairs))
+    )
 
 
 def check(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[str, Offer]:
@@ -120,23 +107,9 @@ def mask(member: Member, round: int, offers: Mapping[str, bytes], vector: UInt32
     Raises:
       SordinoError: an offer or the vector is invalid.
     """
-    session, verified = member.session, check(member, round, offers)
-    check_vector(vector)
-    total = vector.copy()
-    add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
-    for peer, theirs in verified.items():
-        if peer != member.name:
-            key, sign = _pair(session, round, member.name, peer, member.ephemeral(round), theirs.public)
-            add_stream(total, key, sign)
-    return total
-
-
-def check_vector(vector: UInt32Array) -> None:
-    """Raise SordinoError unless the vector can be masked."""
-    if not isinstance(vector, np.ndarray) or vector.dtype != np.uint32 or vector.ndim != 1:
-        raise SordinoError("vector: it must be an array of uint32 with one axis.")
-    if not 1 <= vector.size <= DIMENSION:
-        raise SordinoError(f"vector: {vector.size:,} numbers; 1 to {DIMENSION:,} can be masked.")
+    verified = check(member, round, offers)
+    peers = {name: theirs.public for name, theirs in verified.items() if name != member.name}
+    return add_masks(member, round, vector, peers)
 
 
 def masked(
@@ -218,7 +191,7 @@ def confirm(
       SordinoError: the survivors are too few or do not fit the offers, a seal is wrong, or the list differs from
         `before`.
     """
-    _alive(member, round, _verified(member, round, offers), survivors, before)
+    check_survivors(member, round, _verified(member, round, offers), survivors, before)
     shown = shown_sha256(offers, request)
     for name in sorted(survivors):
         check_seal(member.session, round, name, shown, seals.get(name))
@@ -254,7 +227,7 @@ def reveal(
         differs from `before`.
     """
     session, verified = member.session, _verified(member, round, offers)
-    alive = _alive(member, round, verified, survivors, before)
+    alive = check_survivors(member, round, verified, survivors, before)
     seeds, keys = dict[str, int](), dict[str, int]()
     for name, theirs in verified.items():
         key, seed = _shares(member, round, name, theirs)
@@ -318,53 +291,12 @@ def open_sum(
     for name, sent in vectors.items():
         np.add(total, sent.vector, out=total)
         shares = {by: each.seeds[name] for by, each in revealed.items()}
-        seed = _recover(
-            session,
-            session.threshold,
-            f"the seed of '{name}'",
-            shares,
-            partial(_is_seed, session, round, name, verified[name].commitment),
-        )
-        add_stream(total, _self_key(session, round, name, seed), -1)
+        remove_self_mask(total, session, round, name, verified[name].commitment, session.threshold, shares)
+    peers = {name: verified[name].public for name in vectors}
     for dropped in verified.keys() - vectors.keys():
-        shares = {by: each.keys[dropped] for by, each in revealed.items()}
-        right = partial(_is_key, verified[dropped].public)
-        key = _recover(session, session.threshold, f"the key of '{dropped}'", shares, right)
-        for name in vectors:
-            pair, sign = _pair(session, round, dropped, name, key, verified[name].public)
-            add_stream(total, pair, sign)  # its own sign: the opposite of the one that the survivor used
+        shares, offered = {by: each.keys[dropped] for by, each in revealed.items()}, verified[dropped].public
+        remove_pair_masks(total, session, round, dropped, offered, session.threshold, shares, peers)
     return total
-
-
-def _is_seed(session: Session, round: int, name: str, committed: bytes, seed: bytes) -> bool:
-    return commitment(session, round, name, seed) == committed
-
-
-def _is_key(offered: bytes, key: bytes) -> bool:
-    return public(key) == offered  # up to the bits that X25519 sets itself
-
-
-def _recover(session: Session, t: int, what: str, shares: dict[str, int], right: Callable[[bytes], bool]) -> bytes:
-    """The secret from t shares. If they do not fit and there is one more, each is left out in turn."""
-
-    def tried(names: Sequence[str]) -> bytes | None:
-        value = shamir.join([(session.roster.position(name) + 1, shares[name]) for name in names])
-        secret = value.to_bytes(32, "little") if value < 2**256 else b""
-        return secret if secret and right(secret) else None
-
-    names = list(shares)
-    if (secret := tried(names[:t])) is not None:
-        return secret
-    for bad in names[:t] if len(names) > t else ():
-        if tried([name for name in names[: t + 1] if name != bad]) is not None:
-            raise WrongShareError(
-                bad,
-                f"reveal of '{bad}': its share of {what} is wrong, or was wrong from the start; open again without it.",
-            )
-    raise SordinoError(
-        f"reveals: the shares do not give {what}; the site that dealt it, or some that revealed it, sent wrong shares. "
-        "The round is lost; start the next."
-    )
 
 
 # -------------------------------------------------------------------------------------------------------------- parts
@@ -381,30 +313,6 @@ def _verified(member: Member, round: int, offers: Mapping[str, bytes]) -> dict[s
     if offers.get(member.name) != offer(member, round):
         raise SordinoError(f"offer of '{member.name}': it is missing or changed; the server must show it unchanged.")
     return _offers(member.session, round, offers)
-
-
-def _alive(
-    member: Member, round: int, verified: Mapping[str, Offer], survivors: Sequence[str], before: Sequence[str] | None
-) -> set[str]:
-    """The survivors, after checking the list."""
-    alive = {name for name in survivors if isinstance(name, str)}
-    if len(alive) != len(survivors) or not alive <= set(verified):
-        raise SordinoError("survivors: each must have sent an offer and be named once.")
-    if member.name not in alive:
-        raise SordinoError(
-            f"survivors: '{member.name}' is not among them; it does not open a sum without its own vector."
-        )
-    if len(alive) < member.session.threshold:
-        raise SordinoError(
-            f"survivors: {len(alive)} are too few, {member.session.threshold} are needed; the round is lost, start the "
-            "next."
-        )
-    if before is not None and set(before) != alive:
-        raise SordinoError(
-            f"survivors: '{member.name}' agreed to other survivors in round {round} before; show that list again, "
-            "because a second one would open single vectors."
-        )
-    return alive
 
 
 def _enough(
@@ -436,53 +344,10 @@ def _agree(vectors: Mapping[str, Masked], digest: str) -> None:
             raise SordinoError(f"masked of '{name}': it has {each.vector.size} numbers, others {size}; leave it out.")
 
 
-def _box(
-    session: Session, round: int, common: bytes, sender: str, receiver: str, offered: bytes
-) -> tuple[ChaCha20Poly1305, bytes, bytes]:
-    """Cipher, nonce and associated data of one box.
-
-    There is no randomness, so a box encrypted twice is the same. A key and nonce never encrypt two texts: both are
-    derived for one run, plan, round, sender, receiver and offered key, and the secret of that key determines the text.
-    A site that lost its secret and drew another one offers another key.
-    """
-    about = joined("box", session.context, round, sender, receiver)
-    both = derive(common, about, salt=offered, size=32 + 12)
-    return ChaCha20Poly1305(both[:32]), both[32:], about
-
-
 def _shares(member: Member, round: int, dealer: str, theirs: Offer) -> tuple[int, int]:
     """This site's shares of a dealer's ephemeral key and seed."""
     session = member.session
     if dealer == member.name:
         return member.shares(round)[member.position]
     box = theirs.box(session.roster.position(dealer), member.position)
-    return _unboxed(member, round, dealer, theirs.public + theirs.commitment, box)
-
-
-def _unboxed(member: Member, round: int, dealer: str, offered: bytes, box: bytes) -> tuple[int, int]:
-    """The shares in a dealer's box."""
-    session, card = member.session, member.session.roster.card(dealer)
-    common = agree(member.identity.box_key, bytes.fromhex(card.box))
-    cipher, nonce, about = _box(session, round, common, dealer, member.name, offered)
-    try:
-        text = cipher.decrypt(nonce, box, about)
-    except InvalidTag:
-        text = b""
-    key, seed = (int.from_bytes(half, "little") for half in (text[: shamir.SIZE], text[shamir.SIZE :]))
-    if len(text) != 2 * shamir.SIZE or not (key < shamir.PRIME and seed < shamir.PRIME):
-        raise SordinoError(
-            f"offer of '{dealer}': the shares it holds for '{member.name}' cannot be read; start the next round "
-            f"without '{dealer}'."
-        )
-    return key, seed
-
-
-def _self_key(session: Session, round: int, name: str, seed: bytes) -> bytes:
-    return derive(seed, "self mask", session.context, round, name)
-
-
-def _pair(session: Session, round: int, site: str, peer: str, private: bytes, theirs: bytes) -> tuple[bytes, int]:
-    """The key of a pair's mask, equal for both, and the sign for `site`: + for the earlier site in the roster."""
-    first, second = sorted((site, peer), key=session.roster.position)
-    key = derive(agree(private, theirs), "pair mask", session.context, round, first, second)
-    return key, 1 if site == first else -1
+    return decrypt_shares(member, round, dealer, theirs.public + theirs.commitment, box)

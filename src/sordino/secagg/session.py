@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -118,6 +118,34 @@ def check_round(round: int) -> None:
     """Raise SordinoError unless the number of a round is in range."""
     if type(round) is not int or not 0 <= round < ROUNDS:
         raise SordinoError(f"round: {round!r} must be an integer from 0 to 2**32 - 1.")
+
+
+def check_listed(member: Member, what: str, listed: Sequence[str]) -> set[str]:
+    """The sites of a list that the server shows to a site: each named once, itself among them, and enough of them."""
+    names = {name for name in listed if isinstance(name, str)}
+    if len(names) != len(listed):
+        raise SordinoError(f"{what}: each site must be named once.")
+    if member.name not in names:
+        raise SordinoError(f"{what}: '{member.name}' is not among them; it does not open a sum without its own vector.")
+    needed = member.session.threshold
+    if len(names) < needed:
+        raise SordinoError(f"{what}: {len(names)} are too few, {needed} are needed; the round is lost, start the next.")
+    return names
+
+
+def check_survivors(
+    member: Member, round: int, offered: Collection[str], survivors: Sequence[str], before: Sequence[str] | None
+) -> set[str]:
+    """The survivors that the server shows to a site: a list as above, of sites with offers, and the same as before."""
+    alive = check_listed(member, "survivors", survivors)
+    if not alive <= set(offered):
+        raise SordinoError("survivors: each must have sent an offer.")
+    if before is not None and set(before) != alive:
+        raise SordinoError(
+            f"survivors: '{member.name}' agreed to other survivors in round {round} before; show that list again, "
+            "because a second one would open single vectors."
+        )
+    return alive
 
 
 @dataclass(frozen=True)

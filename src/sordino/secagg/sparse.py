@@ -16,13 +16,12 @@ What a server with `near` colluders near every honest site learns of the honest 
 nothing. The list is unique (2 quorum > committee + its colluders), so of every honest site it gets `shares` shares of
 one kind, and of the other kind only the colluders' `near` < `shares`. The key of an honest survivor stays hidden, and
 so does its mask with every honest neighbour that survived. Those neighbours, if its seed opens, were shown the same, so
-they added the same mask. Along a connected graph such masks leave only the sum (tests/secagg/test_graph.py).
+they added the same mask. Along a connected graph such masks leave only the sum (tests/secagg/test_sparse.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +29,9 @@ from numpy.typing import NDArray
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.mask_graph import Parameters
 from sordino.secagg import graph
-from sordino.secagg.derive import UInt32Array, add_stream, public
+from sordino.secagg.boxes import decrypt_shares, encrypt_shares
+from sordino.secagg.derive import UInt32Array, public
+from sordino.secagg.masking import add_masks, remove_pair_masks, remove_self_mask
 from sordino.secagg.messages import (
     BOX,
     SparseOffer,
@@ -49,8 +50,7 @@ from sordino.secagg.messages import (
     write_sparse_offer,
     write_sparse_reveal,
 )
-from sordino.secagg.round import _boxes, _is_key, _is_seed, _pair, _recover, _self_key, _unboxed, check_vector
-from sordino.secagg.session import Member, Session
+from sordino.secagg.session import Member, Session, check_listed, check_survivors
 
 SLIP = 32 + 32 + 64 + BOX  # bytes of a neighbour's offer as one site sees it
 
@@ -59,7 +59,7 @@ def offer(member: Member, round: int) -> bytes:
     """The first message of a round: a fresh public key, and encrypted shares for every neighbour."""
     ephemeral, committed = _own(member, round)
     signature = slip_signature(member, round, ephemeral, committed)
-    boxes = _boxes(member, round, ephemeral + committed, member.neighbours_shares(round))
+    boxes = encrypt_shares(member, round, ephemeral + committed, member.neighbours_shares(round))
     return write_sparse_offer(member, round, SparseOffer(ephemeral, committed, signature, boxes))
 
 
@@ -93,8 +93,8 @@ def check(
       SordinoError: there are too few offers, or one is invalid.
     """
     session = member.session
-    _check_list(session, "offers", member.name, present)
-    there = set(present)
+    there = check_listed(member, "offers", present)
+    _check_neighbours(session, "offers", there)
     names = [name for name in session.neighbours(member.name) if name in there]
     if shown.dtype != np.uint8 or shown.shape != (len(names), SLIP):
         raise SordinoError(f"offers: {len(names)} neighbours of '{member.name}' made one; the server must show those.")
@@ -128,14 +128,9 @@ def masked(
     Raises:
       SordinoError: an offer or the vector is invalid.
     """
-    session, known = member.session, check(member, round, present, shown)
-    check_vector(vector)
-    total = vector.copy()
-    add_stream(total, _self_key(session, round, member.name, member.seed(round)), 1)
-    for peer, (theirs, _) in known.items():
-        key, sign = _pair(session, round, member.name, peer, member.ephemeral(round), theirs)
-        add_stream(total, key, sign)
-    return write_masked(member, round, shown_present(present, request), total)
+    known = check(member, round, present, shown)
+    hidden = add_masks(member, round, vector, {peer: theirs for peer, (theirs, _) in known.items()})
+    return write_masked(member, round, shown_present(present, request), hidden)
 
 
 def survivors(session: Session, names: Iterable[str]) -> list[str]:
@@ -286,20 +281,14 @@ def open_sum(
         if sent.shown_sha256 != digest:
             raise SordinoError(f"masked of '{name}': it is for other offers, or another request; leave it out.")
         total = sent.vector.copy() if total is None else np.add(total, sent.vector, out=total)
-        right = partial(_is_seed, session, round, name, verified[name].commitment)
-        seed = _recover(session, few, f"the seed of '{name}'", seeds[name], right)
-        add_stream(total, _self_key(session, round, name, seed), -1)
+        remove_self_mask(total, session, round, name, verified[name].commitment, few, seeds[name])
     if total is None:
         raise SordinoError("masked: there are none; the round is lost, start the next.")
     for dropped in sorted(keys):
-        peers = [name for name in session.neighbours(dropped) if name in masked]
-        if not peers:
-            continue
-        right = partial(_is_key, verified[dropped].public)
-        key = _recover(session, few, f"the key of '{dropped}'", keys[dropped], right)
-        for name in peers:
-            pair, sign = _pair(session, round, dropped, name, key, verified[name].public)
-            add_stream(total, pair, sign)
+        peers = {name: verified[name].public for name in session.neighbours(dropped) if name in masked}
+        if peers:
+            offered = verified[dropped].public
+            remove_pair_masks(total, session, round, dropped, offered, few, keys[dropped], peers)
     return total
 
 
@@ -319,7 +308,7 @@ def _opened(
     known = {}
     for name, row in zip(names, shown, strict=True):
         data = row.tobytes()
-        known[name] = data[:32], _unboxed(member, round, name, data[:64], data[128:])
+        known[name] = data[:32], decrypt_shares(member, round, name, data[:64], data[128:])
     return known
 
 
@@ -334,17 +323,8 @@ def _marked(session: Session, names: Iterable[str]) -> NDArray[np.bool_]:
     return marks
 
 
-def _check_list(session: Session, what: str, name: str, listed: Sequence[str]) -> set[str]:
-    """The rules for who made an offer and for who survived: enough sites, and enough neighbours of each of them."""
-    names = {each for each in listed if isinstance(each, str)}
-    if len(names) != len(listed):
-        raise SordinoError(f"{what}: each site must be named once.")
-    if name not in names:
-        raise SordinoError(f"{what}: '{name}' is not among them; it does not open a sum without its own vector.")
-    if len(names) < session.threshold:
-        raise SordinoError(
-            f"{what}: {len(names)} are too few, {session.threshold} are needed; the round is lost, start the next."
-        )
+def _check_neighbours(session: Session, what: str, names: Iterable[str]) -> None:
+    """The rule for who made an offer and for who survived: each of them has enough neighbours among them."""
     marks, few = _marked(session, names), _parameters(session).shares
     thin = marks & (session.adjacency[:, marks].sum(1) < few)
     if thin.any():
@@ -353,20 +333,13 @@ def _check_list(session: Session, what: str, name: str, listed: Sequence[str]) -
             f"{what}: '{poor}' has fewer than {few} neighbours among them; the server must leave it out, because "
             "otherwise parts of the sum could be opened."
         )
-    return names
 
 
 def _check_survivors(
     member: Member, round: int, present: Sequence[str], survivors: Sequence[str], before: Sequence[str] | None
 ) -> set[str]:
-    alive = _check_list(member.session, "survivors", member.name, survivors)
-    if not alive <= set(present):
-        raise SordinoError("survivors: each must have sent an offer.")
-    if before is not None and set(before) != alive:
-        raise SordinoError(
-            f"survivors: '{member.name}' agreed to other survivors in round {round} before; show that list again, "
-            "because a second one would open single vectors."
-        )
+    alive = check_survivors(member, round, present, survivors, before)
+    _check_neighbours(member.session, "survivors", alive)
     return alive
 
 
