@@ -40,6 +40,7 @@ from sordino.data.preprocess import RADIUS, by_record
 from sordino.data.sources import Dataset
 from sordino.methods.few_rounds import COVARIANCE_SHARE
 from sordino.privacy import calibration
+from sordino.rules import estimates
 from sordino.training.batch import run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -347,7 +348,7 @@ def corrected(ridge: bool, curvature: bool) -> Iterator[None]:
     """Train without a ridge, or without measuring the curvature."""
     with ExitStack() as changes:
         if not ridge:
-            changes.enter_context(mock.patch.object(KALMAN, "TRAINED_LOGIT", math.inf))
+            changes.enter_context(mock.patch.object(estimates, "TRAINED_LOGIT", math.inf))
         if not curvature:
             changes.enter_context(mock.patch.object(KALMAN, "unmeasured", return_value=()))
         yield

@@ -1,7 +1,6 @@
 """auto: its steps against linear algebra done by hand, its noise against what was promised, its records one by one."""
 
 import math
-import sys
 from functools import partial
 
 import numpy as np
@@ -18,8 +17,9 @@ from sordino.methods.auto import EARLY_ROUNDS
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.rules import estimate_covariance, kalman
-from sordino.rules.kalman import KalmanState, spectrum
+from sordino.rules import estimate_covariance, estimates, kalman
+from sordino.rules.estimates import spectrum
+from sordino.rules.kalman import KalmanState
 from tests import support
 
 MODEL = Linear(3, 4)
@@ -99,7 +99,7 @@ def test_under_pure_noise_all_directions_are_alike():
 
 @pytest.fixture
 def no_ridge(monkeypatch):
-    monkeypatch.setattr(sys.modules["sordino.rules.kalman"], "TRAINED_LOGIT", math.inf)
+    monkeypatch.setattr(estimates, "TRAINED_LOGIT", math.inf)
 
 
 def test_without_noise_and_clip_the_first_step_is_newtons(no_ridge):

@@ -1,7 +1,6 @@
 """A and a gradient in one round: the first step by hand, its noise, and a survival model after one round."""
 
 import math
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +19,7 @@ from sordino.models.linear import Linear, Loss
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.rules import estimates
 from sordino.rules.life_table import of_cells
 from sordino.training import survival
 from tests.support import plan_for
@@ -60,7 +60,7 @@ def moments(records):
 
 
 def test_one_round_without_noise_is_regression_from_sufficient_statistics(monkeypatch):
-    monkeypatch.setattr(sys.modules["sordino.rules.kalman"], "TRAINED_LOGIT", math.inf)  # no ridge
+    monkeypatch.setattr(estimates, "TRAINED_LOGIT", math.inf)  # no ridge
     model = Linear(4, 1, Loss.SQUARES)
     _, records, theta = trained(model, 1, clip=1e6)
     u, A = moments(records)

@@ -17,20 +17,8 @@ from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
 from sordino.lazy import Tensor, torch
-from sordino.rules.kalman import (
-    KalmanState,
-    Setting,
-    SurvivalSetting,
-    begun,
-    growth_of,
-    kalman,
-    matrix_of,
-    noise_variance,
-    setting_of,
-    spectrum,
-    std_of,
-    unmeasured,
-)
+from sordino.rules.estimates import Setting, matrix_of, noise_variance, setting_of, spectrum, std_of, unmeasured
+from sordino.rules.kalman import KalmanState, SurvivalSetting, begun, growth_of, kalman
 from sordino.rules.life_table import CurvatureState, LifeTableState, estimate_hazard_curvature, release_life_table
 
 

@@ -22,7 +22,8 @@ from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.baseline import BIAS_OF_PERSONS, BIAS_OF_RECORDS, Baseline
-from sordino.rules.kalman import DAMPING, FLOOR, KalmanState, spectrum, unshifted
+from sordino.rules.estimates import FLOOR, spectrum
+from sordino.rules.kalman import DAMPING, KalmanState, unshifted
 
 FIRST_SURVIVAL = 0.5  # up to the last edge, before any data: in the middle of what is possible
 LEAST_AT_RISK = 0.01  # share of records in an interval; fewer are taken as that many
