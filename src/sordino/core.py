@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias,
 
 import numpy as np
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 
 # A message, a client's memory or a rule's state: a tensor, or a tuple of trees. Several parts are a NamedTuple, whose
@@ -140,14 +140,10 @@ class Privacy:
     person_choice: str = "first"
 
     def __post_init__(self) -> None:
-        if self.person_choice not in PERSON_CHOICES:
-            raise SordinoError(
-                f"person_choice: '{self.person_choice}' is unknown.{nearest(self.person_choice, PERSON_CHOICES)}"
-            )
+        check_known("person_choice", self.person_choice, PERSON_CHOICES)
         for name, kind in (("unit", Unit), ("adjacency", Adjacency), ("trust", Trust)):
             value = str(getattr(self, name))
-            if value not in list(kind):
-                raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, kind)}")
+            check_known(name, value, list(kind))
             object.__setattr__(self, name, kind(value))
         check_number("epsilon", self.epsilon)
         check_number("delta", self.delta)
@@ -405,8 +401,7 @@ class Query:
     joint: int = 1
 
     def __post_init__(self) -> None:
-        if str(self.kind) not in list(Kind):
-            raise SordinoError(f"kind: '{self.kind}' is unknown.{nearest(str(self.kind), Kind)}")
+        check_known("kind", str(self.kind), list(Kind))
         object.__setattr__(self, "kind", Kind(str(self.kind)))
         check_number("clip", self.clip)
         if not self.clip >= LEAST_CLIP:

@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class SordinoError(ValueError):
@@ -89,3 +89,25 @@ def nearest(name: str, known: Iterable[str]) -> str:
         return f" Did you mean 'dp-{name}'?"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
+
+
+def check_known(name: str, value: object, known: Collection[str]) -> None:
+    """Check that the value of an option is one of those that it may have.
+
+    Args:
+        name: The option.
+        value: Its value.
+        known: The values that it may have.
+
+    Raises:
+        SordinoError: It is another value; the message names the nearest one, or all.
+
+    Example:
+        >>> check_known("mode", "exact", ["exact", "fast"])
+        >>> check_known("mode", "exakt", ["exact", "fast"])
+        Traceback (most recent call last):
+        ...
+        sordino.errors.SordinoError: mode: 'exakt' is unknown. Did you mean 'exact'?
+    """
+    if value not in known:
+        raise SordinoError(f"{name}: '{value}' is unknown.{nearest(str(value), known)}")

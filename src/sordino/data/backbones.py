@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sordino.data.catalog import Pictures
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as most published weights expect
 MIN_SIDE_PIXELS = 32  # pixels per side; smaller images are padded with black
@@ -148,8 +148,7 @@ NETWORKS: dict[str, Callable[..., nn.Module]] = {
 def network(name: str, weights: str | Path) -> nn.Module:
     """A network of `NETWORKS` with the weights of a .safetensors file or of a state dict saved by torch; runs no code
     of the file."""
-    if name not in NETWORKS:
-        raise SordinoError(f"network: '{name}' is unknown.{nearest(name, NETWORKS)}")
+    check_known("network", name, NETWORKS)
     state = _state(Path(weights).expanduser())
     make = NETWORKS[name]
     if name in ("resnet20", "resnet44") and any(".downsample." in key for key in state):

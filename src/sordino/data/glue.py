@@ -9,7 +9,7 @@ import numpy as np
 
 from sordino.data import formats
 from sordino.data.fetch import Published, Remote, locate
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 
 BROKEN = 0.01  # share of rows: a few of QQP are broken by a line break and left out; more means a damaged file
 
@@ -39,11 +39,9 @@ def load(task: str, split: str = "train", data_dir: str | Path | None = None) ->
     Columns are found by the header's names: GLUE's own, or `label<TAB>content`. GLUE does not
     publish the labels of its test parts.
     """
-    if task not in TASKS:
-        raise SordinoError(f"task: '{task}' is unknown.{nearest(task, TASKS)}")
+    check_known("task", task, TASKS)
     about = TASKS[task]
-    if split not in about.parts:
-        raise SordinoError(f"split: '{split}' is unknown.{nearest(split, about.parts)}")
+    check_known("split", split, about.parts)
     file = about.parts[split]
     store = locate(about.published, (file,), data_dir)
     where = f"{store.where}: {file}"

@@ -44,7 +44,7 @@ import numpy as np
 from sordino.data import expansion, tables
 from sordino.data.expansion import Block, Expansion
 from sordino.data.tables import Dialect
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known, nearest
 from sordino.settings import read_toml
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
@@ -411,8 +411,7 @@ class Target:
     find_prevalence: bool = False
 
     def check(self) -> None:
-        if self.task not in TASKS:
-            raise SordinoError(f"target.task: '{self.task}' is unknown.{nearest(self.task, TASKS)}")
+        check_known("target.task", self.task, TASKS)
         for key, tasks in KEYS_OF_TASKS.items():
             if self.task not in tasks and getattr(self, key) not in (None, (), {}, False):
                 raise SordinoError(f"target.{key}: it is for {' and '.join(tasks)}, and the task is {self.task}.")

@@ -12,7 +12,7 @@ from sklearn.base import RegressorMixin
 from sklearn.metrics import d2_tweedie_score, r2_score
 
 from sordino.data.schema import MOST_COUNT, Schema, Target
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
 from sordino.training.spec import Spec
 
@@ -131,8 +131,7 @@ class FederatedRegressor(RegressorMixin, FederatedEstimator):  # type: ignore[mi
 
     def _only_target(self) -> Schema:
         task = self.task or "quantity"
-        if task not in self.tasks:
-            raise SordinoError(f"task: '{task}' is unknown.{nearest(str(task), self.tasks)}")
+        check_known("task", task, self.tasks)
         low, high = self._range(task)
         target = Target("y", "count", maximum=high) if task == "count" else Target("y", "quantity", range=(low, high))
         return Schema({}, target)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust, Unit
 from sordino.data.schema import Schema
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known, nearest
 from sordino.federation import counting
 from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
@@ -150,8 +150,7 @@ class SiteConfig(_File):
             ("methods", self.methods, [*REGISTRY, *plugins.found(plugins.METHODS)]),
         ):
             for value in listed:
-                if value not in known:
-                    raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, known)}")
+                check_known(name, value, known)
         for value in self.trust:
             if value not in (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER):
                 raise SordinoError(

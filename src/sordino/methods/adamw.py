@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Rule, Stage, Tree, Trust, Unit
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 from sordino.rules.adaptive import denoised
@@ -113,8 +113,7 @@ def fedadamw(
         2.0
     """
     for name, value in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
-        if value not in ADAMW_CHOICES[name]:
-            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, ADAMW_CHOICES[name])}")
+        check_known(name, value, ADAMW_CHOICES[name])
     for name, number, least in (("lr", lr, 1e-12), ("tau", tau, 0), ("decay", decay, 0), ("v_floor", v_floor, 0)):
         if not least <= number < math.inf:
             raise SordinoError(f"{name}: {number} must be a finite number, {least:g} or more.")

@@ -21,6 +21,7 @@ from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.methods.few_rounds import few_round_stages
 from sordino.rules import estimate_covariance, kalman
+from sordino.rules.basic import check_above_zero
 from sordino.rules.life_table import estimate_hazard_curvature, first_hazard, release_life_table
 
 EARLY_ROUNDS, MOST_INTERVALS, MOST_FEW_ROUNDS = 3, 100, 10
@@ -73,9 +74,7 @@ def auto(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         24.041630560342618
     """
-    for name, value in (("clip", clip), ("radius", radius), ("prior", prior)):
-        if not 0 < value < math.inf:
-            raise SordinoError(f"{name}: {value} must be a finite number above 0.")
+    check_above_zero(clip=clip, radius=radius, prior=prior)
     if not 0 <= doubt < math.inf:
         raise SordinoError(f"doubt: {doubt} must be a finite number, 0 or more.")
     if not (covariance_share > 0 and early_share >= 0 and covariance_share + early_share < 1):

@@ -22,6 +22,7 @@ from sordino.core import (
 )
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
+from sordino.rules.basic import check_above_zero
 
 LEAST_CURVATURE = 1e-6  # per record: of a leaf that hardly any record falls into
 MOST_STEP = 1.0  # of a leaf in one round: log-odds, or half of a quantity's range
@@ -73,8 +74,7 @@ def boost(*, unit: Unit = Unit.RECORD, clip: float = 0.7, lr: float | Tensor = 0
         >>> build("dp-boost").stages[0].queries[0].sensitivity(Adjacency.ADD_REMOVE, Unit.RECORD)
         0.7
     """
-    if not 0 < clip < math.inf:
-        raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    check_above_zero(clip=clip)
     if not isinstance(lr, Tensor) and not lr > 0:
         raise SordinoError(f"lr: {lr} must be above 0.")
     if not damping >= 0:

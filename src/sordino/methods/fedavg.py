@@ -8,13 +8,12 @@ record may move it anywhere in the ball.
 
 from __future__ import annotations
 
-import math
-
 from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.rules import average, chain, scale, smooth
+from sordino.rules.basic import check_above_zero
 
 NOISE = ("per-step", "final")
 LOCAL_STEPS_CAVEAT = (
@@ -28,10 +27,8 @@ def local_steps(
     """The queries of K local steps, of `joint` gradients each, and what is proved of them."""
     if steps < 1:
         raise SordinoError(f"steps: {steps} must be at least 1.")
-    if noise not in NOISE:
-        raise SordinoError(f"noise_at: '{noise}' is unknown.{nearest(noise, NOISE)}")
-    if not 0 < clip < math.inf:
-        raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    check_known("noise_at", noise, NOISE)
+    check_above_zero(clip=clip)
     everyone, calls = frozenset((unit, trust) for trust in Trust), steps * joint
     if noise == "final" or unit is Unit.CLIENT:
         return (Query(Kind.GRADIENT, noise=None, calls=calls, joint=joint), Query(Kind.DELTA, clip)), everyone

@@ -14,6 +14,7 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.clipping import adaptive_clip
 from sordino.rules import average, chain, scale
+from sordino.rules.basic import check_above_zero
 
 
 def gradient(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
@@ -27,8 +28,7 @@ def server_gradient(
     depends on the past through broadcast models alone, and rules only post-process it."""
     if not isinstance(lr, Tensor) and not lr > 0:
         raise SordinoError(f"lr: {lr} must be above 0.")
-    if not 0 < clip < math.inf:
-        raise SordinoError(f"clip: {clip} must be a finite number above 0.")
+    check_above_zero(clip=clip)
     if not 0 <= tail <= 1:
         raise SordinoError(f"tail: {tail} must lie in [0, 1], the part of the rounds whose iterates are averaged.")
     answers = (

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 
 from sordino.core import Ask, Kind, Method, Query, Tree, Unit
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 from sordino.methods.admm import Solve, admm, check_rounding, shift
+from sordino.rules.basic import check_above_zero
 from sordino.rules.limits import LIMITS
 from sordino.rules.matrix import conjugate_gradients, damped, steps_for
 
@@ -40,12 +41,9 @@ def answers(
 
 
 def checked(limit_by: str, solver: str = "direct", **above_zero: float | Tensor) -> None:
-    for name, value in above_zero.items():
-        if not isinstance(value, Tensor) and not 0 < value < math.inf:
-            raise SordinoError(f"{name}: {value} must be a finite number above 0.")
+    check_above_zero(**above_zero)
     for name, choice, allowed in (("limit_by", limit_by, LIMITS), ("solver", solver, SOLVERS)):
-        if choice not in allowed:
-            raise SordinoError(f"{name}: '{choice}' is unknown.{nearest(choice, allowed)}")
+        check_known(name, choice, allowed)
 
 
 def fednew(*, unit: Unit = Unit.RECORD, lr: float = 1.0, alpha: float = 0.1, rho: float = 1.0) -> Method:

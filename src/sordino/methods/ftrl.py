@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 
 from sordino.core import Correlated, Kind, Method, Stream, Unit
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.methods.fedgd import server_gradient
 from sordino.privacy.accounting import correlated
 from sordino.rules import heavy_ball
@@ -83,8 +83,7 @@ def ftrl(
         2.0
     """
     for name, value, allowed in (("mechanism", mechanism, MECHANISMS), ("honaker", honaker, ESTIMATES)):
-        if value not in allowed:
-            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, allowed)}")
+        check_known(name, value, allowed)
     if restart < 0 or band < 1:
         raise SordinoError(f"restart, band: {restart} and {band} must be at least 0 and 1.")
     rules = (heavy_ball(momentum, restart),) if momentum else ()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.methods.newton import NONLINEAR, local_round
+from sordino.methods.newton import NONLINEAR, gradient_share, local_round
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve, identity_like
 
@@ -62,9 +62,7 @@ def newton_head(
         >>> method.stages[1].queries[1].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         1.4142135623730951
     """
-    rest = 1 - local_share - curvature_share
-    if not (curvature_share > 0 and rest > 1e-6):
-        raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
+    rest = gradient_share(local_share, curvature_share)
     if not (ridge > 0 and damping > 0 and blocks >= 1):
         raise SordinoError("ridge, damping: must be above 0, and blocks at least 1.")
 

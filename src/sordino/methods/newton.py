@@ -94,6 +94,14 @@ def local_round(clip: float, local_lr: float, steps: int, share: float) -> Stage
     return stage._replace(queries=(Query(query.kind, query.clip, query.calls, share),), rounds=1)
 
 
+def gradient_share(local_share: float, curvature_share: float) -> float:
+    """The part of mu squared that local steps and curvature leave for the gradients of Newton's steps."""
+    rest = 1 - local_share - curvature_share
+    if not (curvature_share > 0 and rest > 1e-6):
+        raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
+    return rest
+
+
 def fedhybrid(
     *,
     unit: Unit = Unit.RECORD,
@@ -186,9 +194,7 @@ def fednewton(
         >>> method.stages[1].queries[1].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         1.4142135623730951
     """
-    rest = 1 - local_share - curvature_share
-    if not (curvature_share > 0 and rest > 1e-6):
-        raise SordinoError(f"curvature_share: {curvature_share} and local_share leave {rest:g} of mu squared for g.")
+    rest = gradient_share(local_share, curvature_share)
     if not floor > 0 or not curvature_clip > 0 or step_cap < 0:
         raise SordinoError("floor, curvature_clip: must be above 0, and step_cap 0 or more.")
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree, Trust, Unit
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
+from sordino.methods.fedgd import gradient
 
 CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state, so nothing is proved about sums of messages."
 
@@ -102,9 +103,6 @@ def scaffold(
 def warm(unit: Unit, clip: float) -> Stage:
     """One round in which c_i becomes a noised gradient at theta, and c their mean; the model stays."""
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        return ask.gradient(broadcast.theta)
-
     def update_memory(g: Tensor, broadcast: Broadcast, memory: Tree) -> Tensor:
         return g
 
@@ -115,4 +113,4 @@ def warm(unit: Unit, clip: float) -> Stage:
         return torch.zeros_like(theta), g
 
     queries, _ = local_steps(unit, clip, 1, "per-step")
-    return Stage(Local(compute, update_memory, zero_control), Rule(init, update), queries, rounds=1)
+    return Stage(Local(gradient, update_memory, zero_control), Rule(init, update), queries, rounds=1)

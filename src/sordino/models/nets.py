@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.models.images import IMAGE_SHAPES, Layout
 from sordino.models.pixels import Pixels
 from sordino.models.torch_model import TorchModel
@@ -40,8 +40,7 @@ def build(
     Raises:
       SordinoError: the name is unknown, or the shape does not fit.
     """
-    if name not in NETS:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, NETS)}")
+    check_known("model", name, NETS)
     if shape is not None and math.prod(shape) != features:
         raise SordinoError(f"shape: {shape} holds {math.prod(shape)} numbers, but a row has {features}.")
     if name == "mlp":

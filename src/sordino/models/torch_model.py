@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import threshold
 
 from sordino.core import SAFETY, Shard
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.compiled import Passes
@@ -102,8 +102,7 @@ class TorchModel:
         capture: bool = False,
         compile: bool = False,
     ) -> None:
-        if mode not in MODES:
-            raise SordinoError(f"mode: '{mode}' is unknown.{nearest(mode, MODES)}")
+        check_known("mode", mode, MODES)
         if mode == "two-pass" and autocast is not None:
             raise SordinoError("autocast: two-pass needs norms in full precision; use mode='tape', or no autocast.")
         if not isinstance(module, nn.Module):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.models.images import layout, normalisation
 from sordino.models.lora import adapt, module_of
 from sordino.models.pixels import Pixels
@@ -222,8 +222,7 @@ def _pixels(
 
 def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: int = 0, **config: Any) -> nn.Module:
     """The same model without adapters, for PEFT's files."""
-    if name not in TRANSFORMERS:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, TRANSFORMERS)}")
+    check_known("model", name, TRANSFORMERS)
     architecture, hub = TRANSFORMERS[name], library()
     make = getattr(hub, architecture.model)
     fused = {"attn_implementation": "sdpa"} if getattr(make, "_supports_sdpa", False) else {}

@@ -32,7 +32,7 @@ from sordino.core import (
     Unit,
     nothing,
 )
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.privacy.accounting import slots
 from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
@@ -88,8 +88,7 @@ class Plan:
     integers: Integers | None = None
 
     def __post_init__(self) -> None:
-        if str(self.divisor) not in list(Divisor):
-            raise SordinoError(f"divisor: '{self.divisor}' is unknown.{nearest(str(self.divisor), Divisor)}")
+        check_known("divisor", str(self.divisor), list(Divisor))
         object.__setattr__(self, "divisor", Divisor(str(self.divisor)))
         for name, kind in (("participation", Participation), ("sampling", Sampling)):
             if isinstance(given := getattr(self, name), str):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import check_decay, debias, moving
 
@@ -49,8 +49,7 @@ def _moments(
 ) -> Rule:
     check_decay("beta1", beta1)
     check_decay("beta2", beta2)
-    if correction not in CORRECTION:
-        raise SordinoError(f"correction: '{correction}' is unknown.{nearest(correction, CORRECTION)}")
+    check_known("correction", correction, CORRECTION)
     subtract = correction != "none"
     if subtract and not floor > 0:
         raise SordinoError(f"floor: {floor} must be above 0, because v minus the noise may be negative.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
@@ -73,6 +74,13 @@ def check_decay(name: str, value: float | Tensor) -> None:
     """Raise SordinoError unless a decay lies in [0, 1)."""
     if not isinstance(value, Tensor) and not 0 <= value < 1:
         raise SordinoError(f"{name}: {value} must lie in [0, 1).")
+
+
+def check_above_zero(**values: float | Tensor) -> None:
+    """Raise SordinoError unless each of these options is finite and above 0."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor) and not 0 < value < math.inf:
+            raise SordinoError(f"{name}: {value} must be a finite number above 0.")
 
 
 def moving(m: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:

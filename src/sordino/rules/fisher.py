@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import check_decay, debias, moving
 from sordino.rules.structures import STRUCTURES, block, by_parameter, kronecker, matrices, rank_k, rank_one
@@ -67,8 +67,7 @@ def fisher(
         ("structure", structure, STRUCTURES),
     )
     for name, value, allowed in choices:
-        if value not in allowed:
-            raise SordinoError(f"{name}: '{value}' is unknown.{nearest(value, allowed)}")
+        check_known(name, value, allowed)
     if not isinstance(rho, Tensor) and not rho > 0:
         raise SordinoError(f"rho: {rho} must be above 0, so that the inverse is finite.")
     check_decay("beta", beta)

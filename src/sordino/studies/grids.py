@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import check_known
 from sordino.methods import entry
 
 Grid = dict[str, tuple[Any, ...]]
@@ -118,8 +118,7 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
         >>> preset("paper-fine", "dp-fedsofim", 1.0)["bias_correction"]
         (False, True)
     """
-    if name not in PRESETS:
-        raise SordinoError(f"preset: '{name}' is unknown.{nearest(name, PRESETS)}")
+    check_known("preset", name, PRESETS)
     if method in UNTUNED:
         return {}
     if method in PRESETS[name]:

@@ -22,7 +22,7 @@ import numpy as np
 from sordino.core import Privacy, Trust, Unit
 from sordino.data.sources import Dataset
 from sordino.data.splits import generator
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection
 from sordino.privacy.mechanisms.random import Address, source
@@ -64,8 +64,7 @@ def search(
       their sensitivity of 1.
     mean: expected number of runs, for `stopping`.
     """
-    if how not in SELECTIONS:
-        raise SordinoError(f"charge-tuning: '{how}' is unknown.{nearest(how, SELECTIONS)}")
+    check_known("charge-tuning", how, SELECTIONS)
     if how != "public" and metric not in (None, "accuracy"):
         raise SordinoError(
             f"--metric: --charge-tuning {how} chooses by noisy counts of correct records, whose sensitivity is 1, and "

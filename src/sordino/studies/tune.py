@@ -17,7 +17,7 @@ import numpy as np
 
 from sordino.data.sources import Dataset
 from sordino.data.splits import generator, hold_out
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.studies.grids import Grid, around, beyond, product
 from sordino.training.batch import run_many
 from sordino.training.evaluate import task_of_data
@@ -103,8 +103,7 @@ def tune(
     Raises:
         SordinoError: The search, the metric or the round is unknown.
     """
-    if how not in SEARCHES:
-        raise SordinoError(f"search: '{how}' is unknown.{nearest(how, SEARCHES)}")
+    check_known("search", how, SEARCHES)
     if tune_round is not None and tune_round < 1:
         raise SordinoError(f"tune_round: {tune_round} must be at least 1; leave it out to choose by the last round.")
     metric = ranking_metric(metric, task_of_data(dataset))

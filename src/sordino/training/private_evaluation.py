@@ -26,7 +26,7 @@ from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
 from sordino.data.sources import labelled
 from sordino.engines.schedule import record_choice
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, ranges
 from sordino.privacy.evidence.ledger import Charge, Ledger
@@ -121,8 +121,7 @@ def prepare(
             "model: it predicts numbers without a public range, so its errors have no bound; train it with a schema "
             "whose target has a range or a maximum."
         )
-    if person_ids not in PERSON_IDS:
-        raise SordinoError(f"person_ids: '{person_ids}' is unknown.{nearest(person_ids, PERSON_IDS)}")
+    check_known("person_ids", person_ids, PERSON_IDS)
     columns = label, client, person
     x, y, site, who = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, *columns)
     x = preprocess(x, None if run.schema is not None else run.public, run.normalize)

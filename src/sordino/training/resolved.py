@@ -22,7 +22,7 @@ from sordino.data.readers import reader_of
 from sordino.data.schema import PREVALENCE, Schema, assumption, no_range, searched_assumption
 from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.methods.auto import least_rounds
@@ -578,8 +578,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         spec.person_clients,
         spec.person_choice,
     )
-    if spec.divisor not in list(Divisor):
-        raise SordinoError(f"divisor: '{spec.divisor}' is unknown.{nearest(spec.divisor, Divisor)}")
+    check_known("divisor", spec.divisor, list(Divisor))
     records_source = DataSource(
         name=written.data,
         folder=spec.data_dir,

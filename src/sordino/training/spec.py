@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.settings import read_toml, typed
@@ -94,12 +94,10 @@ class Spec:
         for key in self.model_options:
             if key not in model.options:
                 raise _unknown(key, self.method, self.model)
-        if self.dtype not in DTYPES:
-            raise SordinoError(f"dtype: '{self.dtype}' is unknown.{nearest(self.dtype, DTYPES)}")
+        check_known("dtype", self.dtype, DTYPES)
         if self.dtype == "bfloat16" and "autocast" not in model.accepts:
             raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
-        if self.person_ids not in PERSON_IDS:
-            raise SordinoError(f"person_ids: '{self.person_ids}' is unknown.{nearest(self.person_ids, PERSON_IDS)}")
+        check_known("person_ids", self.person_ids, PERSON_IDS)
         for key in ("dropouts", "colluders"):
             if getattr(self, key) is not None and not self.integers:
                 raise SordinoError(f"{key}: it belongs to sums of integers; set integers = true, or leave it out.")
