@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 from sordino.cli.ledger import open_ledger
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, check_json, command, console, emit, numbers, table
 from sordino.errors import SordinoError
 
 MOST_RUNS = 1000
@@ -72,12 +72,7 @@ def _weights(arguments: argparse.Namespace) -> list[float]:
         if not 1 <= arguments.runs <= MOST_RUNS:
             raise SordinoError(f"--runs: {arguments.runs} must lie in [1, {MOST_RUNS}].")
         return [1.0] * arguments.runs
-    try:
-        return [float(part) for part in arguments.shares.split(",")]
-    except ValueError:
-        raise SordinoError(
-            f"--shares: '{arguments.shares}' must be numbers with commas between, as in 3,1,1."
-        ) from None
+    return numbers("--shares", arguments.shares, "3,1,1")
 
 
 def _limit(arguments: argparse.Namespace) -> tuple[str | None, float, float, float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.run import read_keys
-from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, numbers, table
 from sordino.cli.sweep import add_keys, check_device
 from sordino.core import Privacy
 from sordino.errors import SordinoError
@@ -162,10 +162,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 def budgets(text: str) -> list[float]:
     """The budgets of --epsilons, checked as a run checks its own."""
-    try:
-        epsilons = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise SordinoError(f"--epsilons: '{text}' should be numbers, as in 0.5,1,inf.") from None
+    epsilons = numbers("--epsilons", text, "0.5,1,inf")
     for epsilon in epsilons:
         Privacy(epsilon)
     return epsilons

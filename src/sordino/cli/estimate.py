@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import Bar, add_json, bar, check_json, command, console, emit, plain, table
+from sordino.cli.show import Bar, add_json, bar, check_json, command, console, emit, numbers, plain, table
 from sordino.cli.sweep import check_device
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known
 
 ABOUT = """
 The command measures the squared error of FedSGD, FedHybrid, FedAvg and FedNewton over simulated federations. It
@@ -64,10 +64,8 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.data.partition import SIZE_LAWS
     from sordino.studies import estimation
 
-    if arguments.design not in estimation.DESIGNS:
-        raise SordinoError(f"--design: '{arguments.design}' is unknown.{nearest(arguments.design, estimation.DESIGNS)}")
-    if arguments.sizes not in SIZE_LAWS:
-        raise SordinoError(f"--sizes: '{arguments.sizes}' is unknown.{nearest(arguments.sizes, SIZE_LAWS)}")
+    check_known("--design", arguments.design, estimation.DESIGNS)
+    check_known("--sizes", arguments.sizes, SIZE_LAWS)
     mus, seed = _mus(arguments.mu), arguments.seed
     if seed < 0:
         raise SordinoError(f"--seed: {seed} must be 0 or more.")
@@ -86,10 +84,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def _mus(text: str) -> list[float]:
-    try:
-        mus = [float(part) for part in text.split(",")]
-    except ValueError:
-        raise SordinoError(f"--mu: '{text}' should be a number, or several as in 0.5,1,3.") from None
+    mus = numbers("--mu", text, "0.5,1,3")
     if not all(0.01 <= mu <= 100 for mu in mus):
         raise SordinoError(f"--mu: {text} must lie between 0.01 and 100.")
     return mus

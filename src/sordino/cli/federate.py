@@ -546,7 +546,7 @@ def _add_join(parts: Any) -> None:
         "connect a site to a link and answer its messages, until stopped",
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    operate.add_site(parser)
     parser.add_argument("--link", required=True, metavar="HOST:PORT")
     parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
     parser.add_argument(

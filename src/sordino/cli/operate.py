@@ -24,7 +24,7 @@ def add_approve(parts: Any) -> None:
         "sordino federate approve site-north/site.toml --yes 3f9c21ab77d0\n"
         "sordino federate approve site-north/site.toml --no 3f9c21ab77d0",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    add_site(parser)
     answers = parser.add_mutually_exclusive_group()
     answers.add_argument("--yes", metavar="STUDY", help="approve one run of this study")
     answers.add_argument("--no", metavar="STUDY", help="decline this study")
@@ -70,7 +70,7 @@ def add_studies(parts: Any) -> None:
         "show the studies that are open at a site and those that wait; take a place away",
         "sordino federate studies site-north/site.toml\nsordino federate studies site-north/site.toml --drop 3f9c21ab",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    add_site(parser)
     parser.add_argument(
         "--drop",
         metavar="RUN",
@@ -123,7 +123,7 @@ def add_serve(parts: Any) -> None:
         "answer a site's messages at a socket of this machine, for a Flower app that may not read the data",
         "sordino federate serve site-north/site.toml --socket /run/sordino/north.sock --group flower",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    add_site(parser)
     parser.add_argument("--socket", required=True, metavar="FILE", help="where to listen; the folder must exist")
     parser.add_argument(
         "--group", metavar="NAME", help="group whose members may send messages (default: the group of this user)"
@@ -174,7 +174,7 @@ def add_rotate(parts: Any) -> None:
         "give a site new keys, signed by its old ones; the other sites need no new roster",
         "sordino federate rotate site-north/site.toml",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    add_site(parser)
 
 
 def _rotate(arguments: argparse.Namespace) -> int:
@@ -201,7 +201,7 @@ def add_vote(parts: Any) -> None:
         "sordino federate vote site-north/site.toml --withdraw west\n"
         "sordino federate vote site-north/site.toml",
     )
-    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
+    add_site(parser)
     parser.add_argument("--against", action="append", default=[], metavar="NAME", help="a site to leave out")
     parser.add_argument("--withdraw", action="append", default=[], metavar="NAME", help="take a vote back")
 
@@ -225,6 +225,10 @@ def _vote(arguments: argparse.Namespace) -> int:
     print(f"votes   against {', '.join(sorted(after)) or 'nobody'}")
     print(f"needed  {votes.needed(roster)} of {len(roster) - 1} other sites, for runs that begin from now on")
     return 0
+
+
+def add_site(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("site", metavar="SITE.toml", help="the site's settings, or the site's folder")
 
 
 def site_file(text: str) -> Path:

@@ -141,6 +141,23 @@ def check_out(out: Path, *results: str) -> None:
             raise SordinoError(f"--out: '{out}' already holds {name}; name another folder, or move that one away.")
 
 
+def numbers(flag: str, text: str, example: str) -> list[float]:
+    """The numbers of an option, which stand between commas.
+
+    Args:
+      flag: the option.
+      text: what the user wrote.
+      example: what an error shows.
+
+    Raises:
+      SordinoError: a part is no number.
+    """
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        raise SordinoError(f"{flag}: '{text}' should be a number, or several as in {example}.") from None
+
+
 def emit(arguments: argparse.Namespace, document: Any) -> bool:
     """Write the JSON document where it was asked for. True if stdout holds it: then nothing else may go there."""
     target = arguments.json
