@@ -121,21 +121,30 @@ BAD = [
 
 
 @pytest.fixture(scope="module")
-def without():
-    """Models of federations whose first site is never heard in a round; made once for each kind."""
+def made():
+    """What runs ended with that others are compared to; each is made once."""
     return {}
 
 
+def model_once(tiny, made, settings, *faults):
+    """The model of a federation with these settings, made once with such faults and once without."""
+    name = str(settings), len(faults)
+    if name not in made:
+        federation = tiny(**settings)
+        federation.run(*faults)
+        made[name] = model_of(federation)
+    return made[name]
+
+
+NOT_HEARD = fault_at("round", lambda reply, request: None)  # the first site, in any round
+
+
 @pytest.mark.parametrize("how", BAD)
-def test_a_reply_that_is_no_message_counts_as_none_and_the_run_goes_on(tiny, without, how):
-    if "plain" not in without:
-        noiseless = tiny(**PLAIN)
-        noiseless.run(fault_at("round", lambda reply, request: None))
-        without["plain"] = model_of(noiseless)
+def test_a_reply_that_is_no_message_counts_as_none_and_the_run_goes_on(tiny, made, how):
     federation = tiny(**PLAIN)
     federation.run(fault_at("round", how))
     assert came(federation) == [["south", "west"]] * 3
-    assert torch.equal(model_of(federation), without["plain"])
+    assert torch.equal(model_of(federation), model_once(tiny, made, PLAIN, NOT_HEARD))
     once(federation)  # at the first site as well: it answered, and what left it is paid for
 
 
@@ -235,37 +244,25 @@ SPOILT = [
 
 
 @pytest.mark.parametrize("make", SPOILT)
-def test_a_masked_vector_that_is_none_counts_as_dropped_out(tiny, without, make):
-    if "masked" not in without:
-        noiseless = tiny(**SECURE)
-        noiseless.run(fault_at("round", lambda reply, request: None))
-        without["masked"] = model_of(noiseless)
+def test_a_masked_vector_that_is_none_counts_as_dropped_out(tiny, made, make):
     federation = tiny(**SECURE)
     federation.run(fault_at("round", make("masked")))
     assert came(federation) == [["b", "c", "d"]] * 3
-    assert torch.equal(model_of(federation), without["masked"])
+    assert torch.equal(model_of(federation), model_once(tiny, made, SECURE, NOT_HEARD))
     once(federation)
 
 
 @pytest.mark.parametrize("make", SPOILT)
-def test_a_reveal_that_is_none_is_not_needed(tiny, without, make):
-    if "clean" not in without:
-        clean = tiny(**SECURE)
-        clean.run()
-        without["clean"] = model_of(clean)
+def test_a_reveal_that_is_none_is_not_needed(tiny, made, make):
     federation = tiny(**SECURE)
     federation.run(fault_at("reveal", make("reveal")))
     assert came(federation) == [list(FOUR)] * 3
-    assert torch.equal(model_of(federation), without["clean"])
+    assert torch.equal(model_of(federation), model_once(tiny, made, SECURE))
     once(federation)
 
 
 @pytest.mark.parametrize("what", ["a wrong share", "other survivors", "other offers"])
-def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
-    if "clean" not in without:
-        clean = tiny(**SECURE)
-        clean.run()
-        without["clean"] = model_of(clean)
+def test_a_signed_lie_is_named_and_left_out(tiny, made, what):
     federation = tiny(**SECURE)
     liar = federation.site("a")
 
@@ -286,7 +283,7 @@ def test_a_signed_lie_is_named_and_left_out(tiny, without, what):
     answers = federation.sites() | {100: liar.answer}
     federation.run(fault_at("reveal", how), answers)
     assert came(federation) == [list(FOUR)] * 3
-    assert torch.equal(model_of(federation), without["clean"])
+    assert torch.equal(model_of(federation), model_once(tiny, made, SECURE))
     assert [(line["site"], line["t"]) for line in federation.progress("misfit")] == [("a", t) for t in range(3)]
 
 
@@ -483,13 +480,13 @@ KILLS = [(PLAIN, "before"), (PLAIN, "midway"), (PLAIN, "after"), (SECURE, "befor
 
 
 @pytest.mark.parametrize(("keys", "when"), tiers(KILLS, [(PLAIN, "midway"), (SECURE, "before")]))
-def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, without, keys, when):
+def test_a_coordinator_killed_at_any_exchange_ends_as_if_it_had_not_been(tiny, made, keys, when):
     rounds = 2
-    if (name := f"resumed {keys}") not in without:
+    if (name := f"resumed {keys}") not in made:
         clean = tiny(**keys, rounds=rounds)
         clean.run()
-        without[name] = model_of(clean), [clean.certificate(site)["epsilon"] for site in clean.names]
-    model, epsilons = without[name]
+        made[name] = model_of(clean), [clean.certificate(site)["epsilon"] for site in clean.names]
+    model, epsilons = made[name]
     at = 0
     while True:
         at += 1

@@ -82,16 +82,20 @@ def test_edges_rise_from_zero(edges):
 # ------------------------------------------------------------------------------------------------------ the sums
 
 
-@pytest.mark.parametrize("clip", [math.inf, 2.0, 0.1])
-def test_the_sum_is_that_of_clipped_gradients(shard, theta, clip):
+def check_sums(shard, theta, clip, g):
+    """Sums of clipped gradients, of scaled ones, and the count of short ones. g: the gradient of each unit."""
     found = MODEL.clipped_sum(theta, shard, clip)
-    g = gradients(shard, theta)
     torch.testing.assert_close(found, g.sum(0) if math.isinf(clip) else clipped(g, clip))
     scale = torch.linspace(0, 3, MODEL.size, dtype=torch.float64)
     scaled = MODEL.clipped_sum(theta, shard, clip, scale)
     torch.testing.assert_close(scaled, (g * scale).sum(0) if math.isinf(clip) else clipped(g * scale, clip))
     below = ((g * scale).norm(dim=1) <= 1).double() - 0.5
     assert MODEL.count_sum(theta, shard, scale).item() == below.sum()
+
+
+@pytest.mark.parametrize("clip", [math.inf, 2.0, 0.1])
+def test_the_sum_is_that_of_clipped_gradients(shard, theta, clip):
+    check_sums(shard, theta, clip, gradients(shard, theta))
 
 
 def test_the_sums_of_matrices_are_those_of_clipped_terms(shard, theta):
@@ -125,13 +129,7 @@ def of_persons(shard):
 def test_the_gradients_of_a_person_are_added_up_and_clipped_once(shard, theta, clip):
     persons = of_persons(shard)
     g = (gradients(shard, theta) * persons.mask.unsqueeze(-1)).view(-1, 2, MODEL.size).sum(1)
-    found = MODEL.clipped_sum(theta, persons, clip)
-    torch.testing.assert_close(found, g.sum(0) if math.isinf(clip) else clipped(g, clip))
-    scale = torch.linspace(0, 3, MODEL.size, dtype=torch.float64)
-    scaled = MODEL.clipped_sum(theta, persons, clip, scale)
-    torch.testing.assert_close(scaled, (g * scale).sum(0) if math.isinf(clip) else clipped(g * scale, clip))
-    below = ((g * scale).norm(dim=1) <= 1).double() - 0.5
-    assert MODEL.count_sum(theta, persons, scale).item() == below.sum()
+    check_sums(persons, theta, clip, g)
 
 
 def test_a_person_has_one_count_in_the_histogram():
