@@ -569,6 +569,50 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
 # --------------------------------------------------------------------------------------------------------- internals
 
 
+def one_release(
+    name: str,
+    plan: Plan,
+    scored: Callable[[int], np.ndarray],
+    information: float,
+    *,
+    canary: str,
+    runs: int,
+    confidence: float,
+    noise_factor: float,
+    dtype: str,
+) -> Audit:
+    """The lower bounds from many draws of one release of all records.
+
+    Args:
+      name: as the result shows it.
+      plan: what is attacked.
+      scored: fresh scores of data set 0 or 1, log likelihood ratios.
+      information: the squared mu of the canary.
+      canary: in words.
+      runs: releases per data set.
+      confidence: with which each bound holds.
+      noise_factor: what the noise was multiplied by.
+      dtype: of the releases.
+
+    Returns:
+      The bounds, beside the certified epsilon.
+    """
+    reach = math.sqrt(information) / spending.mu(plan)
+    return Audit(
+        *named(name, plan),
+        **estimate(plan, scored, information, runs, confidence),
+        reach=reach,
+        least_claim=reach,
+        canary=canary,
+        runs=runs,
+        rounds=1,
+        confidence=confidence,
+        noise_factor=noise_factor,
+        batch="full",
+        dtype=dtype,
+    )
+
+
 def named(name: str, plan: Plan) -> tuple[str, str, str, str, float, float]:
     """What was attacked: the first fields of a result."""
     privacy = plan.privacy

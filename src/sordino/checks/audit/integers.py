@@ -26,8 +26,7 @@ from sordino.checks.audit.attacks import (
     Audit,
     attacks,
     check_arguments,
-    estimate,
-    named,
+    one_release,
     plan_for,
     sources_of,
 )
@@ -36,7 +35,7 @@ from sordino.core import Broadcast, Privacy, Trust
 from sordino.engines import reference
 from sordino.engines.schedule import ROUNDING, round_plans
 from sordino.engines.trace import sent_answers
-from sordino.privacy import calibration, spending
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Address, Noiseless, Source
@@ -86,19 +85,15 @@ def audit(
         tick(runs)
         return np.asarray((released - middle) @ gap / std**2)
 
-    found = estimate(plan, scored, information, runs, confidence)
-    reach = math.sqrt(information) / spending.mu(plan)
-    return Audit(
-        *named(name, plan),
-        **found,
-        reach=reach,
-        least_claim=reach,
+    return one_release(
+        name,
+        plan,
+        scored,
+        information,
         canary=attack.name,
         runs=runs,
-        rounds=1,
         confidence=confidence,
         noise_factor=noise_factor,
-        batch="full",
         dtype="integers",
     )
 

@@ -8,7 +8,6 @@ The release is one Gaussian vector, so the log likelihood ratio is the best scor
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from sordino.checks.audit import lower_bounds as statistics
-from sordino.checks.audit.attacks import RUNS, Audit, check_arguments, estimate, named, sources_of
+from sordino.checks.audit.attacks import RUNS, Audit, check_arguments, one_release, sources_of
 from sordino.checks.fixtures import Space
 from sordino.checks.tallies import CheckedTally
 from sordino.core import Adjacency, Broadcast, Privacy, Shard, Unit
@@ -25,7 +24,6 @@ from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.oracle import noised, standard_noise
 from sordino.engines.schedule import RoundPlan, round_plans
-from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import COHORT, Address, Seeded, Source
 from sordino.privacy.plan import Plan
 
@@ -78,19 +76,15 @@ def audit(
         tick(runs)
         return np.asarray(((released - (means[0] + means[1]) / 2) @ gap / std**2).numpy())
 
-    found = estimate(plan, scored, information, runs, confidence)
-    reach = math.sqrt(information) / spending.mu(plan)
-    return Audit(
-        *named(name, plan),
-        **found,
-        reach=reach,
-        least_claim=reach,
+    return one_release(
+        name,
+        plan,
+        scored,
+        information,
         canary=f"one {privacy.unit} of another cell",
         runs=runs,
-        rounds=1,
         confidence=confidence,
         noise_factor=noise_factor,
-        batch="full",
         dtype="float64",
     )
 
