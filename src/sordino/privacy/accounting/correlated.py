@@ -58,9 +58,9 @@ def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = F
     node of m rounds moves by m, and adds m^2 to the squared sensitivity.
 
     Args:
-      rounds: of the stage. honaker: estimate a node also from all nodes below it. This is optimal in its round, because
-      no other finished node
-        shares a round with it. `least_squares` is still better.
+      rounds: of the stage.
+      honaker: estimate a node also from all nodes below it. This is optimal in its round, because no other finished
+        node shares a round with it. `least_squares` is still better.
       restart: rounds after which a new tree starts; 0 for one tree.
       complete: pad every tree except the last with empty rounds to a power of two. Its total is then the value of its
         root. Padded nodes also see data, and are paid for.

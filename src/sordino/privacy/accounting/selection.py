@@ -35,8 +35,9 @@ from __future__ import annotations
 import decimal
 import math
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import scipy  # its parts are imported when they are used
@@ -335,14 +336,7 @@ def draw(law: StoppingLaw, rng: np.random.Generator | None = None) -> int:
     """
     if rng is None:
         return _draw_exactly(law)
-    u = float(rng.random())
-    k, weight = law.least, law.first
-    below = weight
-    while below <= u and below + weight > below:
-        weight *= law.ratio(k)
-        below += weight
-        k += 1
-    return k
+    return _inverted(float(rng.random()), law.least, law.first, law.ratio)
 
 
 def _draw_exactly(law: StoppingLaw) -> int:
@@ -353,12 +347,19 @@ def _draw_exactly(law: StoppingLaw) -> int:
     """
     with decimal.localcontext(prec=_DIGITS):
         u = decimal.Decimal(secrets.randbits(_BITS)) / 2**_BITS
-        k, weight = law.least, law.exact_first()
-        below = weight
-        while below <= u and below + weight > below:
-            weight *= law.exact_ratio(k)
-            below += weight
-            k += 1
+        return _inverted(u, law.least, law.exact_first(), law.exact_ratio)
+
+
+_Number = TypeVar("_Number", float, decimal.Decimal)
+
+
+def _inverted(u: _Number, k: int, weight: _Number, ratio: Callable[[int], _Number]) -> int:
+    """The smallest K whose cumulative chance exceeds u, from the chance of the least k and ratios of neighbours."""
+    below = weight
+    while below <= u and below + weight > below:
+        weight *= ratio(k)
+        below += weight
+        k += 1
     return k
 
 
