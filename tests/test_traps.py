@@ -45,6 +45,7 @@ from sordino.privacy.plan import Plan
 from sordino.rules import scale
 from sordino.rules.basic import stateless
 from sordino.rules.limits import LIMITS
+from tests.support import still
 
 PC, SA = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
 ADD, SWAP = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
@@ -105,13 +106,6 @@ class Units:
         draw = np.zeros(shape)
         draw[self.places.setdefault(self.same(at), len(self.places))] = self.size
         return draw
-
-
-def still(plan, features):
-    """A model, and records without gradient."""
-    owner = np.repeat(np.arange(plan.clients), plan.sizes)
-    records = Records.of(np.zeros((len(owner), features)), np.zeros(len(owner)), owner, dtype=torch.float64)
-    return Linear(features, 1, Loss.SQUARES, bias=False), records
 
 
 def shown(plan, source, places=100):

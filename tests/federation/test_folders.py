@@ -12,18 +12,10 @@ from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.flower import deploy
-from sordino.federation.operations import demonstration
 from sordino.privacy.evidence.signing import sha256
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
-
-
-@pytest.fixture
-def three(tmp_path):
-    """A coordinator and three sites, as `up` makes them."""
-    demonstration.prepare(tmp_path / "f", 3, spec={"method": "dp-fedsofim", "rounds": 4})
-    return tmp_path / "f"
 
 
 def test_files_with_unknown_or_missing_keys_are_refused(tmp_path):

@@ -19,7 +19,7 @@ from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.models.linear import Linear, Loss
+from sordino.models.linear import Linear
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.evidence.charges import charges
@@ -27,7 +27,7 @@ from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from tests.support import classified, covering, tiers
+from tests.support import classified, covering, still, tiers
 
 PC, SA, TRUSTED = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER
 MODEL = Linear(3, 3)
@@ -77,13 +77,6 @@ class Units:
         draw = np.zeros(shape)
         draw[self.places.setdefault(at, len(self.places))] = 1.0
         return draw
-
-
-def still(plan, features):
-    """Records without gradient, and their model."""
-    owner = np.repeat(np.arange(plan.clients), plan.sizes)
-    records = Records.of(np.zeros((len(owner), features)), np.zeros(len(owner)), owner, dtype=torch.float64)
-    return Linear(features, 1, Loss.SQUARES, bias=False), records
 
 
 def remembering(plan):

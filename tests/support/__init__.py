@@ -14,7 +14,7 @@ import torch
 from sordino.core import Adjacency, Divisor, Method, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.methods import build
-from sordino.models.linear import Linear
+from sordino.models.linear import Linear, Loss
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 
@@ -79,6 +79,13 @@ def classified(sizes, features=3, classes=3, seed=0, scale=1.0):
     rng = np.random.default_rng(seed)
     x, y = rng.normal(size=(sum(sizes), features)) * scale, rng.integers(0, classes, sum(sizes))
     return Records.of(x, y, np.repeat(np.arange(len(sizes)), sizes), dtype=torch.float64)
+
+
+def still(plan, features):
+    """A model, and records of a plan's clients that have no gradient."""
+    owner = np.repeat(np.arange(plan.clients), plan.sizes)
+    records = Records.of(np.zeros((len(owner), features)), np.zeros(len(owner)), owner, dtype=torch.float64)
+    return Linear(features, 1, Loss.SQUARES, bias=False), records
 
 
 def tiers(cases: Iterable[Any], quick: Iterable[Any] | int) -> list[Any]:

@@ -9,18 +9,10 @@ import pytest
 
 from sordino.cli import main
 from sordino.federation.config import FederationConfig
-from sordino.federation.operations import demonstration
 from sordino.federation.operations.doctor import doctor
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
-
-
-@pytest.fixture
-def three(tmp_path):
-    """A coordinator and three sites, as `up` makes them."""
-    demonstration.prepare(tmp_path / "f", 3, spec={"method": "dp-fedsofim", "rounds": 4})
-    return tmp_path / "f"
 
 
 def problems(path, **keys):
