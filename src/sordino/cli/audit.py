@@ -287,14 +287,9 @@ def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) 
         raise SordinoError(
             f"audit: {name} is one release of all records; leave --one-run, --batch, --set, --rounds out."
         )
-    chosen = {"trust": arguments.trust} if arguments.trust else {}
     options = {key: value for key, value in rest.items() if key != "dtype"}
-    for unit in [arguments.unit] if arguments.unit else UNITS:
-        for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
-            privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency, **chosen)
-            if privacy.unit not in UNITS:
-                raise SordinoError(f"unit: {name} protects records and persons, not a {unit}; leave --unit out.")
-            yield partial(attack.audit, name, tallies()[name], privacy, **options)
+    for privacy in _promises(arguments, name, UNITS):
+        yield partial(attack.audit, name, tallies()[name], privacy, **options)
 
 
 def _adaptive_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
@@ -319,10 +314,8 @@ def _integer_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterat
     if arguments.trust not in (None, Trust.SECURE_AGGREGATION):
         raise SordinoError(f"trust: sums of integers need secure-aggregation; leave --trust {arguments.trust} out.")
     options = {key: value for key, value in rest.items() if key != "dtype"}
-    for unit in [arguments.unit] if arguments.unit else Unit:
-        for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
-            privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency)
-            yield partial(integers.audit, f"{integers.METHOD} {INTEGERS}", privacy, **options)
+    for privacy in _promises(arguments, INTEGERS, tuple(Unit)):
+        yield partial(integers.audit, f"{integers.METHOD} {INTEGERS}", privacy, **options)
 
 
 def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
@@ -334,15 +327,21 @@ def _calibration_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> It
 
     if arguments.one_run or arguments.batch or arguments.set:
         raise SordinoError(f"audit: {CALIBRATE} is attacked with all records; leave --one-run, --batch, --set out.")
+    for privacy in _promises(arguments, CALIBRATE, UNITS):
+        shares = CALIBRATION_SHARE, CALIBRATION_SHARE
+        method = calibrated(entry(SAMPLED).at(privacy.unit, clip=CALIBRATION_CLIP), *shares)
+        yield partial(attacks.audit, CALIBRATE, privacy, method=method, **rest)
+
+
+def _promises(arguments: argparse.Namespace, name: str, units: Sequence[Unit]) -> Iterator[Privacy]:
+    """The promises asked for: of the named unit and adjacency, or of all that there are."""
     chosen = {"trust": arguments.trust} if arguments.trust else {}
-    for unit in [arguments.unit] if arguments.unit else UNITS:
+    for unit in [arguments.unit] if arguments.unit else units:
         for adjacency in [arguments.adjacency] if arguments.adjacency else Adjacency:
             privacy = Privacy(arguments.epsilon, arguments.delta, unit=unit, adjacency=adjacency, **chosen)
-            if privacy.unit not in UNITS:
-                raise SordinoError(f"unit: {CALIBRATE} protects records and persons, not a {unit}; leave --unit out.")
-            shares = CALIBRATION_SHARE, CALIBRATION_SHARE
-            method = calibrated(entry(SAMPLED).at(privacy.unit, clip=CALIBRATION_CLIP), *shares)
-            yield partial(attacks.audit, CALIBRATE, privacy, method=method, **rest)
+            if privacy.unit not in units:
+                raise SordinoError(f"unit: {name} protects records and persons, not a {unit}; leave --unit out.")
+            yield privacy
 
 
 def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method: Method) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.run import read_keys
-from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, numbers, table
+from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, numbers, table
 from sordino.cli.sweep import add_keys, check_device
 from sordino.core import Privacy
 from sordino.errors import SordinoError
@@ -82,7 +82,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--sensitivity", action="store_true", help="also vary lr, rho and beta around the chosen setting"
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="folder for the results (default: runs/compare-TIME)")
     add_json(parser)
 

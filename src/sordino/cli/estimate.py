@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import Bar, add_json, bar, check_json, command, console, emit, numbers, plain, table
+from sordino.cli.show import Bar, add_device, add_json, bar, check_json, command, console, emit, numbers, plain, table
 from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError, check_known
 
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--repetitions", type=int, metavar="N", help="simulations per point (default: 10; mnist: 3)")
     parser.add_argument("--seed", type=int, default=0, help="seed of data and noise (default: 0)")
     parser.add_argument("--data", metavar="DIR", help="folder of MNIST's four gzipped idx files")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="folder for estimation.json, .md and .png")
     add_json(parser)
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit
+from sordino.cli.show import add_device, add_json, bar, check_json, command, console, emit
 from sordino.cli.sweep import check_device
 from sordino.errors import SordinoError
 
@@ -47,7 +47,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--std", metavar="R,G,B", help="standard deviation per channel (default: ImageNet's)")
     parser.add_argument("--size", type=int, metavar="N", help="resize to N by N (default: pad to 32 by 32 at least)")
     parser.add_argument("--batch", type=int, default=256, metavar="N", help="images at a time (default: 256)")
-    parser.add_argument("--device", default="cpu", metavar="X", help="cpu or cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument(
         "--data-dir", metavar="DIR", help="folder of the set's files (also: $SORDINO_DATA, or the cache)"
     )

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, facts, terminable
+from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, facts, terminable
 from sordino.errors import SordinoError
 
 DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
@@ -96,7 +96,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="add up integers with discrete noise, as a federation with secure aggregation does; slower",
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue an interrupted run")
     parser.add_argument(

@@ -102,6 +102,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+
+
 def check_json(arguments: argparse.Namespace) -> None:
     """Before any work: `--json spec.toml` would overwrite the spec."""
     if arguments.json in (None, "-"):

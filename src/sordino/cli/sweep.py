@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.run import RUN_FLAGS, read_keys
-from sordino.cli.show import add_json, bar, check_json, check_out, command, console, emit, table
+from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, table
 from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
@@ -55,7 +55,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--public", metavar="FILE", help="public records that score the settings (with --charge-tuning public)"
     )
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
+    add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="folder for sweep.json")
     add_json(parser)
 

@@ -716,12 +716,7 @@ class Schema:
 
         The place is that in records that are encoded with all candidates (`at_its_widest`).
         """
-        places, at = {}, 0
-        for name, column in self.at_its_widest.columns.items():
-            if isinstance(column, Number) and column.within is not None:
-                places[name] = at
-            at += len(column.features(name))
-        return places
+        return self._places(lambda column: isinstance(column, Number) and column.within is not None)
 
     @property
     def merged(self) -> dict[str, int]:
@@ -729,9 +724,13 @@ class Schema:
 
         The place is that in records that are encoded with all candidates (`at_its_widest`).
         """
+        return self._places(lambda column: isinstance(column, Category) and bool(column.candidates))
+
+    def _places(self, chosen: Callable[[Column], bool]) -> dict[str, int]:
+        """Of some columns, the place of the first feature."""
         places, at = {}, 0
         for name, column in self.at_its_widest.columns.items():
-            if isinstance(column, Category) and column.candidates:
+            if chosen(column):
                 places[name] = at
             at += len(column.features(name))
         return places

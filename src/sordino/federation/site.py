@@ -331,11 +331,7 @@ class Site(SiteData):
             stored = ledger.release(run.terms.run, run.account, t)
             run.settle(ledger)
             if stored is not None:
-                if wire.decode(stored).fields["asked"] != asked:
-                    raise Refused(
-                        "replayed", f"round {t} of run {run.terms.run}, asked with another model or other sites"
-                    )
-                return stored
+                return _answered(stored, asked, f"round {t} of run {run.terms.run}")
             if run.next and not ledger.charged(run.terms.run, run.account, run.next - 1):
                 raise Refused("storage", f"the ledger misses round {run.next - 1}; restore the newest one")
             if t < run.next:
@@ -417,11 +413,7 @@ class Site(SiteData):
         with self.ledger() as ledger:
             stored = ledger.release(name, who, 0)
             if stored is not None:
-                if wire.decode(stored).fields["asked"] != asked:
-                    raise Refused(
-                        "replayed", f"the evaluation of run {run.terms.run}, with another model or other sites"
-                    )
-                return stored
+                return _answered(stored, asked, f"the evaluation of run {run.terms.run}")
             entries = _evaluation_entries(run.terms, run.mine, run.account)
             self._afford_evaluation(ledger, entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
@@ -587,6 +579,13 @@ class Site(SiteData):
 def _only(message: wire.Message, fields: tuple[str, ...], arrays: bool = False) -> None:
     if set(message.fields) != set(fields) or (message.arrays and not arrays):
         raise Refused("malformed", "fields")
+
+
+def _answered(stored: bytes, asked: str, what: str) -> bytes:
+    """The stored reply, if it answers the same request. Another one would get a second answer for one payment."""
+    if wire.decode(stored).fields["asked"] != asked:
+        raise Refused("replayed", f"{what}, asked with another model or other sites")
+    return stored
 
 
 def _entries(terms: Terms, mine: int, account: str) -> list[Charge]:
