@@ -2,12 +2,12 @@
 
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forks
 
 ROOT = Path(__file__).parents[1]
 # `sordino check` with the fewest trials that it allows.
@@ -27,23 +27,11 @@ def outside(tmp_path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     place = module.install(tmp_path / "packages")
-    path = os.pathsep.join([str(ROOT / "src"), str(place)])
-    environment = {**os.environ, "PYTHONPATH": path, "SORDINO_STATE": str(tmp_path / "state"), "OMP_NUM_THREADS": "1"}
+    state = {"SORDINO_STATE": str(tmp_path / "state")}
 
     def sordino(*words):
-        return subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                SHORT_SEARCH if words[0] == "check" else "from sordino.cli import main; exit(main())",
-                *words,
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-            cwd=tmp_path,
-            env=environment,
-        )
+        code = SHORT_SEARCH if words[0] == "check" else "from sordino.cli import main; exit(main())"
+        return forks.run(code, *words, folder=tmp_path, path=[place], env=state)
 
     sordino.folder = tmp_path
     return sordino

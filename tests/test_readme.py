@@ -1,11 +1,10 @@
 """The README: its length, its snippet, its table, its links; and the worked method of CONTRIBUTING."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.methods.test_documentation import problems
+from tests.support import forks
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -30,7 +29,7 @@ def test_its_links_lead_somewhere():
 def test_the_python_of_the_readme_runs(tmp_path):
     (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len([line for line in code.splitlines() if line.strip()]) <= 12
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forks.run(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Certified: ε = 4" in done.stdout
 
@@ -45,5 +44,5 @@ def test_the_worked_method_of_contributing_is_documented_as_all_methods_are():
 def test_the_worked_method_of_contributing_passes_its_checks(tmp_path):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.DOTALL)
     code = "\n".join(blocks) + "\nassert all(r.passed for r in check('dp-fedavgm', method=fedavgm(), trials=8))\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = forks.run(code, folder=tmp_path)
     assert done.returncode == 0, done.stderr

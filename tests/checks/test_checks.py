@@ -125,11 +125,12 @@ TOYS = [
 
 
 # At person level the same code computes other sums, and at client level every message is clipped as a whole: some
-# methods of every kind here, the others in `make soak`.
+# methods of every kind here, the others in `make soak`. The queries of the methods left out at record level are those
+# of fednewton.
 KINDS = {
-    Unit.PERSON: ("auto", "dp-boost", "dp-fedgd", "dp-fedavg", "dp-ftrl"),
-    Unit.CLIENT: ("auto", "dp-boost", "dp-fedgd", "dp-fedavg", "dp-ftrl", "dp-scaffold", "dp-fednew", "dp-fedsam"),
-    Unit.RECORD: tuple(REGISTRY),
+    Unit.PERSON: ("auto", "dp-boost", "dp-fedgd", "dp-fedavg"),
+    Unit.CLIENT: ("auto", "dp-fedgd", "dp-fedavg", "dp-ftrl", "dp-scaffold", "dp-fednew"),
+    Unit.RECORD: tuple(set(REGISTRY) - {"fednewton-head", "fedhybrid", "fedavg-gdp"}),
 }
 METHODS_AND_UNITS = [
     pytest.param(name, unit, marks=[pytest.mark.soak] * (name not in KINDS[unit]))
@@ -314,20 +315,19 @@ def test_a_model_whose_records_are_unknown_is_refused():
 
 
 def test_the_survival_model_holds_every_contract_with_gradients_and_with_its_life_table():
-    reports = checks.check_model("hazards", trials=8, units=(Unit.RECORD, Unit.CLIENT))
+    reports = checks.check_model("hazards", trials=8, units=(Unit.RECORD,))
     assert [problem for report in reports for problem in report.problems] == []
-    queries = {(report.unit, report.query.split()[-1]) for report in reports}
-    assert {("record", "gradient"), ("record", "tally"), ("record", "gram"), ("client", "delta")} == queries
+    assert {report.query.split()[-1] for report in reports} == {"gradient", "tally", "gram"}
     tally = [report for report in reports if report.query.endswith("tally")]
     assert [report.claimed for report in tally] == pytest.approx([1, 2**0.5])
     assert all(report.worst_found == pytest.approx(report.claimed) for report in tally)
 
 
 @pytest.mark.soak
-def test_the_survival_model_holds_every_contract_for_persons():
-    reports = checks.check_model("hazards", trials=12, units=(Unit.PERSON,))
+def test_the_survival_model_holds_every_contract_for_persons_and_clients():
+    reports = checks.check_model("hazards", trials=12, units=(Unit.PERSON, Unit.CLIENT))
     assert [problem for report in reports for problem in report.problems] == []
-    assert {("person", "gradient"), ("person", "tally"), ("person", "gram")} <= {
+    assert {("person", "gradient"), ("person", "tally"), ("person", "gram"), ("client", "delta")} <= {
         (report.unit, report.query.split()[-1]) for report in reports
     }
 

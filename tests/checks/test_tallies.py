@@ -13,7 +13,7 @@ from sordino.methods import build
 from tests.support import tiers
 
 
-@pytest.mark.parametrize("name", list(tallies()))
+@pytest.mark.parametrize("name", tiers(tallies(), ["statistics", "evaluation", "evaluation of survival"]))
 def test_every_tally_passes(name):
     reports = check_tally(name, trials=12)
     assert [str(report.unit) for report in reports] == ["record", "record", "person", "person"]

@@ -202,7 +202,7 @@ def sample(plan, records, draws, *, shares, first=0):
 @pytest.mark.parametrize(
     ("unit", "trust", "divisor", "participation"),
     [
-        ("record", "untrusted-server", "pooled", "full"),
+        pytest.param("record", "untrusted-server", "pooled", "full", marks=pytest.mark.soak),
         pytest.param("record", "secure-aggregation", "pooled", "fixed:2", marks=pytest.mark.soak),
         ("record", "untrusted-server", "client-mean", "fixed:2"),
         ("record", "secure-aggregation", "client-mean", "full"),

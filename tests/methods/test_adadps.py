@@ -112,6 +112,7 @@ def losses(rate, **options):
     return loss.mean(), loss.std() / math.sqrt(RUNS), spending.groups(plan)[0].mu
 
 
+@pytest.mark.soak
 def test_a_badly_conditioned_quadratic():
     """Condition 1000, A the root of the curvature: the loss is the closed form's within four standard errors, mostly
     noise, and far below what dp-fedavg reaches at the same mu with any step."""

@@ -27,15 +27,19 @@ def records(n=60):
 plan_for = partial(support.plan_for, "dp-fedgd", epsilon=4.0, rounds=4, quantile=0.5)
 
 
-def net():
+def linear():
+    return MODEL
+
+
+def network():
     torch.manual_seed(0)
     return TorchModel(torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 3)).double())
 
 
 @pytest.mark.parametrize("batch", ["full", "poisson:8"])
-@pytest.mark.parametrize("model", [MODEL, net()], ids=["linear", "network"])
-def test_engines_agree(model, batch):
-    data = records()
+@pytest.mark.parametrize("make", [linear, network])
+def test_engines_agree(make, batch):
+    model, data = make(), records()
     plan = plan_for(data, batch=batch)
     theta = model.init().double()
     slow = list(reference.run(plan, model, data, Seeded(1), theta=theta))
@@ -45,9 +49,9 @@ def test_engines_agree(model, batch):
         torch.testing.assert_close(a.checkpoint.state.log_clip, b.checkpoint.state.log_clip, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("model", [MODEL, pytest.param(net(), marks=pytest.mark.soak)], ids=["linear", "network"])
-def test_the_clip_finds_the_median(model):
-    data = records(300)
+@pytest.mark.parametrize("make", support.tiers([linear, network], 1))
+def test_the_clip_finds_the_median(make):
+    model, data = make(), records(300)
     plan = plan_for(data, epsilon=float("inf"), rounds=300, clip=50.0, lr=1e-9)
     theta = model.init().double()
     *_, last = simulate.run(plan, model, data, Noiseless(0), theta=theta)

@@ -18,7 +18,6 @@ from sordino.privacy.mechanisms.random import Address
 from sordino.privacy.plan import Plan
 from sordino.studies import estimation, estimation_report, theory
 from sordino.studies.estimation import DesignPoint, cells, simulate_cell, sizes
-from tests.support import tiers
 
 MNIST = Path(__file__).parents[3] / "shared" / "data"
 
@@ -113,7 +112,8 @@ def test_the_pooled_estimate_is_the_root_of_the_score(kind):
 # ----------------------------------------------------------------------------------- measured beside what is predicted
 
 
-@pytest.mark.parametrize("law", tiers(["equal", "lognormal"], 1))
+@pytest.mark.soak
+@pytest.mark.parametrize("law", ["equal", "lognormal"])
 def test_errors_are_as_predicted_where_predictions_hold(law):
     cell = DesignPoint("logistic", law, 20, 3.0, iterations=40)
     found, known = simulate_cell(cell, 60), cell.predicted()

