@@ -156,7 +156,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["budget", "--runs", "2"], "--limit: give the epsilon over all runs, or a --ledger that has a limit"),
         (["budget", "--limit", "3", "--runs", "0"], "--runs: 0 must lie in [1, 1000]"),
         (["budget", "--limit", "3", "--shares", "1,x"], "--shares: '1,x' should be a number"),
-        (["ledger"], "ledger: name a step: show, export, new-account, any-choice or compact"),
+        (["ledger"], "ledger: name a step: show, export, new-account, any-choice, fixed-plan or compact"),
         (["ledger", "show"], "ledger show: LEDGER.db is missing; see sordino ledger show --help"),
         (["privacy"], "privacy: give one of --epsilon, --noise"),
         (["privacy", "--epsilon", "1", "--noise", "1"], "--noise: --epsilon is given too; leave one out"),

@@ -29,7 +29,7 @@ from sordino.models.linear import Linear
 from sordino.models.tally import person_means
 from sordino.privacy.accounting import allocation, concentrated, gaussian, selection, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian
-from sordino.privacy.evidence.ledger import AdaptivelySpent, Charge, Spent, SpentByRuns
+from sordino.privacy.evidence.spent import Charge, Choice, Spent, SpentByRuns
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian, _stretch
 from sordino.privacy.mechanisms.quantization import Integers

@@ -15,7 +15,9 @@ ABOUT = """
 Budgets of runs with Gaussian noise on all records add up as squares of mu, so k runs cost less than k epsilons. The
 shares hold whatever the earlier runs showed. A run that spends less leaves more for the others. Minibatches, and the
 integer noise of masked federations, cost a little more or less than their share says; the ledger counts what they cost
-and refuses what does not fit.
+and refuses what does not fit. In a ledger whose first run has minibatches, a part of delta is set aside for them, so
+that less is left to share. After a first run without minibatches, they count as if they held all records, unless
+`sordino ledger any-choice` was said.
 """
 
 
@@ -45,7 +47,7 @@ def act(arguments: argparse.Namespace) -> int:
 
     check_json(arguments)
     weights = _weights(arguments)
-    account, limit, delta, spent = _limit(arguments)
+    account, limit, delta, spent = _limit(arguments, weights)
     runs = budget.share(limit, delta, weights, spent)
     rows = [run._asdict() for run in runs]
     if not emit(arguments, {"account": account, "limit": limit, "delta": delta, "spent_mu": spent, "runs": rows}):
@@ -75,7 +77,7 @@ def _weights(arguments: argparse.Namespace) -> list[float]:
     return numbers("--shares", arguments.shares, "3,1,1")
 
 
-def _limit(arguments: argparse.Namespace) -> tuple[str | None, float, float, float]:
+def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | None, float, float, float]:
     """The account, its limit as epsilon and delta, and mu of what was spent."""
     from sordino.privacy.accounting import gaussian
 
@@ -100,6 +102,8 @@ def _limit(arguments: argparse.Namespace) -> tuple[str | None, float, float, flo
             raise SordinoError("--limit: the ledger has no limit; give the epsilon over all runs.")
         # Limits at several deltas are compared as mu.
         limit = min(gaussian.epsilon(gaussian.mu(*each), delta) for each in limits)
-        left = ledger.left(who, (limit, delta)) if who else limit
+        fine = weights and all(0 < weight < math.inf for weight in weights)  # `share` refuses others
+        shares = [weight / math.fsum(weights) for weight in weights] if fine else [1.0]
+        left = ledger.left(who or "nobody", (limit, delta), shares)
     square = gaussian.mu(limit, delta) ** 2 - (gaussian.mu(left, delta) ** 2 if left else 0.0)
     return who, limit, delta, max(0.0, square) ** 0.5

@@ -5,21 +5,27 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, table
 from sordino.errors import SordinoError
+
+if TYPE_CHECKING:
+    from sordino.privacy.evidence.ledger import Ledger
 
 WARNING = (
     "records that earlier runs used too are protected by neither limit alone: what both accounts spend on them adds "
     "up, and no ledger counts the sum."
 )
 
-CHOICE = (
-    "ε assumes that rate, noise and rounds of all runs were fixed before the first result was seen. However they were "
-    "chosen, ε is at most {most}. `sordino ledger any-choice` makes limits hold for that figure."
-)
+STATED = {
+    "any choice": "minibatches count as such after a first run without them",
+    "fixed plan": (
+        "ASSUMPTION, stated by a person: rate, noise and rounds of all runs were fixed before the first result was seen"
+    ),
+}
 
 
 def add(commands: Any) -> None:
@@ -47,9 +53,18 @@ def add(commands: Any) -> None:
         parts,
         "any-choice",
         _any_choice,
-        "from now on, let limits hold however the numbers of later runs are chosen; it cannot be taken back",
+        "count minibatches as such also after a first run without them; best before the first run, never taken back",
         "sordino ledger any-choice patients.db",
     )
+    fixed = command(
+        parts,
+        "fixed-plan",
+        _fixed_plan,
+        "state that rate, noise and rounds of all runs were fixed before the first result was seen; it costs less, and "
+        "the reason stays in the ledger",
+        'sordino ledger fixed-plan patients.db --reason "protocol of 3 March, section 2"',
+    )
+    fixed.add_argument("--reason", required=True, metavar="TEXT", help="where these numbers were fixed, and when")
     compact = command(
         parts,
         "compact",
@@ -57,13 +72,13 @@ def add(commands: Any) -> None:
         "delete the stored answers of a site's finished runs, and give the space back; charges and hashes stay",
         "sordino ledger compact site-north/ledger.db",
     )
-    for parser in (show, export, new, choice, compact):
+    for parser in (show, export, new, choice, fixed, compact):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show, export, new-account, any-choice or compact.")
+    raise SordinoError("ledger: name a step: show, export, new-account, any-choice, fixed-plan or compact.")
 
 
 def open_ledger(file: str) -> Any:
@@ -102,20 +117,42 @@ def _new_account(arguments: argparse.Namespace) -> int:
 
 
 def _any_choice(arguments: argparse.Namespace) -> int:
+    return _stated(arguments, lambda ledger: ledger.allow_any_choice())
+
+
+def _fixed_plan(arguments: argparse.Namespace) -> int:
+    return _stated(arguments, lambda ledger: ledger.state_fixed_plan(arguments.reason))
+
+
+def _stated(arguments: argparse.Namespace, state: Callable[[Ledger], None]) -> int:
+    """Write a statement into the ledger, and show what every account spent by it."""
     from sordino.privacy.evidence.ledger import Ledger
 
-    with _open(arguments):  # a path without a ledger must not become one
-        pass
-    with Ledger(_path(arguments.file)) as ledger:
-        ledger.allow_any_choice()
-        limits = ledger.limits()
-        delta = min((d for _, d in limits), default=1e-5)
+    path = _path(arguments.file)
+    check_json(arguments)
+    new = not path.exists()  # a statement costs least before the first run, which makes the ledger otherwise
+    if not new:
+        open_ledger(arguments.file).close()
+    with Ledger(path) as ledger:
+        state(ledger)
+        statements = [{"time": time, "kind": kind, "text": text} for time, kind, text in ledger.statements()]
+        delta = min((d for _, d in ledger.limits()), default=1e-5)
         spent = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
-    document = {"any_choice": True, "delta": delta, "spent": spent}
-    if not emit(arguments, document):
+        caveats = {who: ledger.caveat(who) for who in spent}
+    if not emit(arguments, {"statements": statements, "delta": delta, "spent": spent, "assumes": caveats}):
+        if new:
+            console().print(f"new ledger: {path}", markup=False)
+        for each in statements:
+            console().print(f"{_time(each['time'])} {_sentence(each['kind'], each['text'])}", markup=False)
         for who, epsilon in spent.items():
-            console().print(f"{who}: ε = {epsilon:.4g} at δ = {delta:g}, however later runs are chosen", markup=False)
+            console().print(f"{who}: ε = {epsilon:.4g} at δ = {delta:g}{caveats[who]}", markup=False)
     return 0
+
+
+def _sentence(kind: str, text: str) -> str:
+    """What a person stated, with the reason if there is one."""
+    reason = text.partition(": ")[2]
+    return f"{STATED[kind]} ({reason})" if reason else STATED[kind]
 
 
 def _compact(arguments: argparse.Namespace) -> int:
@@ -191,8 +228,9 @@ def _show(arguments: argparse.Namespace) -> int:
         delta = min((d for _, d in limits), default=1e-5)
         people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
         left = {who: ledger.left(who) for who in people}
-        covered = {who: ledger.covers_choice(who) for who in people}
-        any_choice = {who: ledger.adaptive_epsilon(who, delta) for who in people if not covered[who]}
+        caveats = {who: ledger.caveat(who) for who in people}
+        any_choice = {who: ledger.adaptive_epsilon(who, delta) for who in people}
+        statements = ledger.statements()
     runs: dict[tuple[str, str], list[Any]] = {}
     for row in rows:
         runs.setdefault((row.who, row.plan), []).append(row)
@@ -202,7 +240,8 @@ def _show(arguments: argparse.Namespace) -> int:
             "epsilon": epsilon,
             "left": left[who],
             "runs": sum(name == who for name, _ in runs),
-            "epsilon_any_choice": any_choice.get(who, epsilon),
+            "assumes": caveats[who].removeprefix(", "),
+            "epsilon_any_choice": any_choice[who],
         }
         for who, epsilon in people.items()
     ]
@@ -214,14 +253,16 @@ def _show(arguments: argparse.Namespace) -> int:
         "head": head,
         "rows": count,
         "opened": [account._asdict() for account in opened],
+        "statements": [{"time": time, "kind": kind, "text": text} for time, kind, text in statements],
         "delta": delta,
         "accounts": accounts,
         "runs": [
             {
                 "who": who,
                 "run": run,
-                "rounds": len({r.round for r in rows_of_run}),
-                "releases": sum(r.times for r in rows_of_run),
+                "rounds": len({r.round for r in rows_of_run if r.is_release}),
+                "releases": sum(r.times for r in rows_of_run if r.is_release),
+                "reserved": sum(r.times for r in rows_of_run if not r.is_release) or None,
                 "first": rows_of_run[0].time,
                 "last": rows_of_run[-1].time,
             }
@@ -243,13 +284,18 @@ def _show(arguments: argparse.Namespace) -> int:
         table(
             ["account", "run", "releases", "first", "last"],
             [
-                [str(r["who"]), str(r["run"])[:16], str(r["releases"]), _time(r["first"]), _time(r["last"])]
+                [str(r["who"]), str(r["run"])[:16], _releases(r), _time(r["first"]), _time(r["last"])]
                 for r in document["runs"]
             ],
         )
-        for who, most in any_choice.items():
-            page.print()
-            page.print(f"{who}: {CHOICE.format(most=f'{most:.4g}')}", markup=False)
+        for who, caveat in caveats.items():
+            if caveat:
+                page.print()
+                page.print(f"{who}: ε = {people[who]:.4g}{caveat}.", markup=False)
+            if any_choice[who] > people[who]:
+                page.print(f"However they were chosen, ε is at most {any_choice[who]:.4g}.", markup=False)
+        for time, kind, text in statements:
+            page.print(f"{_time(time)} {_sentence(kind, text)}", markup=False)
         state = document["seen"] or f"BROKEN: {problems[0]}"
         page.print()
         for account in opened[1:]:
@@ -258,6 +304,11 @@ def _show(arguments: argparse.Namespace) -> int:
         page.print(f"{count} rows, head {head[:16]}", markup=False)
         page.print(state, markup=False)
     return 0 if not problems else 1
+
+
+def _releases(run: dict[str, Any]) -> str:
+    """The number of releases, and of how many the run reserved at its start."""
+    return f"{run['releases']} of {run['reserved']} reserved" if run["reserved"] else str(run["releases"])
 
 
 def _time(text: Any) -> str:

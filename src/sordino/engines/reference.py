@@ -36,7 +36,7 @@ from sordino.engines.oracle import (
 )
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.charges import charges
+from sordino.privacy.evidence.charges import charges, reserve
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.random import COHORT, Address, Source
@@ -109,6 +109,8 @@ def run(
         resumed |= total is not None or bool(messages)
         unpaid: list[int] = []
         if ledger is not None and total is None:
+            for i in payers:
+                reserve(ledger, plan, i, run_id, f"client {i}")
             unpaid = [i for i in payers if not ledger.charged(run_id, f"client {i}", round_plan.t)]
             ledger.afford([entry for i in unpaid for entry in charges(plan, i, round_plan.t, run_id)])
         if total is None and resumed and len(messages) < len(cohort):

@@ -44,7 +44,7 @@ from sordino.federation.site_run import SiteRun
 from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
-from sordino.privacy.evidence.charges import charges
+from sordino.privacy.evidence.charges import charges, reserve, whole_run
 from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.version import __version__
 
@@ -348,6 +348,7 @@ class Site(SiteData):
             if run.terms.secure:
                 _check_offers(run, t, offers)
             run.ready()  # a refusal up to here costs nothing
+            reserve(ledger, run.plan, run.mine, run.terms.run, run.account)
             receipt = self._receipt(ledger.state().after(len(entries)))
             reply = self._update(run, round_plan, broadcast, offers, asked, receipt)
             ledger.charge(entries, reply)
@@ -590,8 +591,7 @@ def _answered(stored: bytes, asked: str, what: str) -> bytes:
 
 def _entries(terms: Terms, mine: int, account: str) -> list[Charge]:
     """What all rounds of a run cost a site."""
-    plan = terms.plan
-    return [e._replace(who=account) for t in range(plan.rounds) for e in charges(plan, mine, t, terms.run)]
+    return [entry._replace(who=account) for entry in whole_run(terms.plan, mine, terms.run)]
 
 
 def _used(ledger: Ledger, run: str) -> bool:

@@ -503,7 +503,7 @@ class SiteRun:
                 assumes=assumes,
             )
             spent = ledger.spent_epsilon(who, site.config.delta)
-            paid = len({row.round for row in ledger.rows() if row.plan == name})
+            paid = len({row.round for row in ledger.rows() if row.plan == name and row.is_release})
         about = {"epsilon": limit, "delta": site.config.delta, "spent": spent, "rounds": paid}
         cert |= {"site": {"name": site.config.name, "client": self.mine, "data": site.dataset_id, **about}}
         cert, text = issue(cert, site.signer)  # without a key of its own, the site's certificate stays unsigned

@@ -136,7 +136,7 @@ def join(
     if path.is_dir():
         raise SordinoError(f"ledger: '{path}' is a folder; name a file, such as {path / 'mine.db'}.")
     with Ledger(path) as ledger:
-        key = _key(path, new=not len(ledger))
+        key = _key(path, new=not ledger.people())
         stored = ledger.limits()
         identity = hmac.new(key, data, "sha256").hexdigest()[:32]
         others = [who for who in ledger.people() if who.startswith(f"data {identity} ")]

@@ -266,7 +266,7 @@ def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
     """Compare with a site's ledger, which has one row per round: the releases of its group, and no others."""
     with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
-        rows = [row for row in book.rows() if row.plan == run]
+        rows = [row for row in book.rows() if row.plan == run and row.is_release]
     mine = next(g for g in cert["groups"] if cert["site"]["client"] in numbers_of(g["clients"], int(cert["clients"])))
     streams = {query["query"] for query in cert["queries"] if query["stream"]}
     for release in mine["releases"]:

@@ -22,6 +22,7 @@ from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.accounting import gaussian
 from sordino.privacy.evidence import ledger
 from sordino.privacy.evidence.ledger import GENESIS, Charge, Ledger
+from sordino.privacy.evidence.spent import Spent
 
 EPSILON, DELTA = 1.0, 1e-5
 TEXTS = ("who", "query", "plan", "time", "key", "payload_sha256", "previous", "hash")
@@ -676,48 +677,186 @@ def sampled(plan, rate, std, times=50):
     return Charge("ann", 0, "gradient", 1.0, std, times, plan, rate, "poisson add-remove")
 
 
-def test_any_choice_makes_limits_hold_for_later_runs_however_they_are_chosen(tmp_path, capsys):
+def test_limits_hold_for_later_runs_however_they_are_chosen(tmp_path, capsys):
+    path = tmp_path / "ledger.db"
+    first, second = sampled("first", 0.05, 1.0), sampled("second", 0.2, 4.0)
+    with Ledger(path, epsilon=8.0, delta=1e-5) as opened:
+        opened.charge([first])
+        alone = opened.spent_epsilon("ann", 1e-5)
+        assert alone == total(first).epsilon(1e-5), "the first run alone counts exactly"
+        opened.charge([second])
+        adaptive = opened.spent_epsilon("ann", 1e-5)
+        fixed = total(first, second).epsilon(1e-5)
+        apart = [total(run).epsilon(1e-5) for run in (first, second)]
+        assert fixed < adaptive < sum(apart), "more than if all were fixed, less than the sum of both"
+        assert opened.caveat("ann") == ""
+        assert 0 < opened.left("ann") < 8
+    with (
+        Ledger(path, epsilon=1.001 * adaptive, delta=1e-5) as opened,
+        pytest.raises(OverspentError, match=r"fixed before the first result was seen.*`sordino ledger fixed-plan`"),
+    ):
+        opened.charge([sampled("third", 0.05, 1.0)])
+    assert main(["ledger", "show", str(path)]) == 0
+    assert f"{adaptive:.4g}" in capsys.readouterr().out
+
+
+def total(*charges):
+    spent = Spent()
+    for charge in charges:
+        spent.add(charge)
+    return spent
+
+
+def test_a_person_may_state_that_all_runs_were_fixed_beforehand(tmp_path, capsys):
     path = tmp_path / "ledger.db"
     runs = [sampled("first", 0.05, 1.0), sampled("second", 0.2, 4.0)]
     with Ledger(path, epsilon=8.0, delta=1e-5) as opened, Ledger(path) as beside:
         for run in runs:
             opened.charge([run])
-        before, most = opened.spent_epsilon("ann", 1e-5), opened.adaptive_epsilon("ann", 1e-5)
-        assert not opened.covers_choice("ann")
-        assert "fixed before the first result" in opened.caveat("ann")
-        assert before < most
-        assert main(["ledger", "show", str(path)]) == 0
-        shown = " ".join(capsys.readouterr().out.split())
-        assert f"However they were chosen, ε is at most {most:.4g}" in shown
-        assert opened.left("ann") > 0
-        roomy = opened.left("ann")
-        assert main(["ledger", "any-choice", str(path)]) == 0
-        assert f"{most:.4g}" in capsys.readouterr().out
+        most, roomy = opened.spent_epsilon("ann", 1e-5), opened.left("ann")
+        assert main(["ledger", "fixed-plan", str(path), "--reason", " "]) == 2
+        assert "say where the numbers of all runs were fixed" in capsys.readouterr().err
+        assert main(["ledger", "fixed-plan", str(path), "--reason", "protocol of 3 March"]) == 0
+        assert "ASSUMPTION" in capsys.readouterr().out
         for each in (opened, beside):  # another process that has the file open follows
-            assert each.covers_choice("ann")
-            assert each.caveat("ann") == ""
-            assert each.spent_epsilon("ann", 1e-5) == most == each.adaptive_epsilon("ann", 1e-5)
-            assert 0 <= each.left("ann") < roomy
-    with Ledger(path, epsilon=(before + most) / 2, delta=1e-5) as opened:
-        opened.allow_any_choice()  # once more changes nothing
-        assert opened.allows_any_choice()
-        with pytest.raises(OverspentError, match="the limit is"):
-            opened.charge([sampled("third", 0.01, 5.0, 1)])
+            assert each.spent_epsilon("ann", 1e-5) == total(*runs).epsilon(1e-5) < most
+            assert each.adaptive_epsilon("ann", 1e-5) == most
+            assert "if the rates, noise and rounds of all runs were fixed" in each.caveat("ann")
+            assert each.left("ann") > roomy
+            assert each.people() == ["ann"]
+    assert main(["ledger", "show", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "(protocol of 3 March)" in shown
+    assert f"However they were chosen, ε is at most {most:.4g}" in shown
+    assert main(["ledger", "export", str(path)]) == 0
+    assert "fixed plan: protocol of 3 March" in capsys.readouterr().out
+    assert main(["ledger", "any-choice", str(path)]) == 2, "a statement cannot be taken back"
     assert problems(path) == []
+
+
+def test_after_a_first_run_without_minibatches_they_count_as_if_unsampled(tmp_path):
+    path, full, part = tmp_path / "ledger.db", entry(plan="a", std=10.0), sampled("b", 0.05, 1.0)
+    with Ledger(path, epsilon=8.0, delta=1e-5) as opened:
+        opened.charge([full])
+        with pytest.raises(OverspentError, match=r"because the first run had none. `sordino ledger any-choice`"):
+            opened.charge([part])
+        exact = opened.spent_epsilon("ann", 1e-5)
+        opened.allow_any_choice()
+        assert opened.spent_epsilon("ann", 1e-5) == exact
+        assert opened.caveat("ann") == "", "nothing with minibatches was released yet"
+        opened.charge([part])
+        assert exact < opened.spent_epsilon("ann", 1e-5) < exact + total(part).epsilon(1e-5)
+        assert "at a delta that is larger by 6.25%" in opened.caveat("ann")
+    assert problems(path) == []
+
+
+def test_any_choice_said_before_the_first_run_costs_a_part_of_delta(tmp_path, capsys):
+    path, full, part = tmp_path / "new.db", entry(plan="a", std=10.0), sampled("b", 0.05, 1.0)
+    assert main(["ledger", "any-choice", str(path)]) == 0
+    assert "new ledger" in capsys.readouterr().out
+    with Ledger(path, epsilon=8.0, delta=1e-5) as opened:
+        opened.charge([full])
+        assert opened.spent_epsilon("ann", 1e-5) == pytest.approx(total(full).epsilon(1e-5), rel=1e-12)
+        opened.charge([part])
+        assert opened.caveat("ann") == ""
+        mixed = opened.spent_epsilon("ann", 1e-5)
+    with Ledger(tmp_path / "late.db", epsilon=8.0, delta=1e-5) as late:
+        late.charge([full])
+        late.allow_any_choice()
+        late.charge([part])
+        assert late.spent_epsilon("ann", 1e-5) < mixed
+
+
+def test_a_file_in_which_any_choice_was_said_before_counts_on(tmp_path):
+    """Files of earlier versions have a table for it, and no row."""
+    for name, before in (("early", True), ("late", False)):
+        with Ledger(tmp_path / f"{name}.db", epsilon=8.0, delta=1e-5) as opened:
+            if not before:
+                opened.charge([entry(plan="a", std=10.0)])
+            opened._ask("CREATE TABLE any_choice (time TEXT NOT NULL)")
+            opened._ask("INSERT INTO any_choice VALUES (?)", ledger._now())
+            if before:
+                opened.charge([entry(plan="a", std=10.0)])
+            opened.charge([sampled("b", 0.05, 1.0)])
+        with Ledger(tmp_path / f"{name}.db", read_only=True) as opened:
+            assert opened.choice("ann") == ("mixed" if before else "late")
+            assert [kind for _, kind, _ in opened.statements()] == ["any choice"]
+
+
+# ------------------------------------------------------------------------------------------------------ reservations
+
+
+def rounds_of(plan, count, **numbers):
+    whole = sampled(plan, 0.05, 1.0, times=1)._replace(**numbers)
+    return [whole._replace(round=t) for t in range(count)]
+
+
+def test_a_reserved_run_counts_as_a_whole_and_its_rounds_use_it_up(tmp_path, capsys):
+    path, rounds = tmp_path / "ledger.db", rounds_of("run", 10)
+    with Ledger(path, epsilon=8.0, delta=1e-5) as opened:
+        assert opened.reserve(rounds)
+        whole = opened.spent_epsilon("ann", 1e-5)
+        assert whole == total(*rounds).epsilon(1e-5)
+        for each in rounds[:4]:
+            opened.charge([each], b"noised")
+        assert not opened.reserve(rounds), "a resumed run uses its own reservation"
+        assert opened.spent_epsilon("ann", 1e-5) == whole, "an early stop gives nothing back"
+        later = rounds_of("next", 5)
+        opened.reserve(later)
+        for each in later:
+            opened.charge([each])
+        assert opened.caveat("ann") == ""
+        assert opened.spent_epsilon("ann", 1e-5) > whole
+        with pytest.raises(OverspentError, match="more than it reserved at its start"):
+            opened.charge([later[0]._replace(round=5)])
+        with pytest.raises(OverspentError, match="more than it reserved at its start"):
+            opened.charge([rounds[4]._replace(std=0.9)])
+        opened.charge([rounds[4]._replace(std=1.0 + 1e-15)])  # rounding of another library
+    assert main(["ledger", "show", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "5 of 10 reserved" in shown
+    assert "5 of 5 reserved" in shown
+    assert problems(path) == []
+
+
+def test_only_runs_with_minibatches_are_reserved(tmp_path):
+    with Ledger(tmp_path / "ledger.db", epsilon=8.0, delta=1e-5) as opened:
+        assert not opened.reserve([entry(round=t) for t in range(3)])
+        assert len(opened) == 0
+
+
+def test_a_run_that_is_not_reserved_says_that_it_must_not_be_stopped(tmp_path):
+    """As in files of earlier versions, or where a program charges round by round."""
+    with Ledger(tmp_path / "ledger.db", epsilon=8.0, delta=1e-5) as opened:
+        for each in rounds_of("run", 4):
+            opened.charge([each])
+        assert opened.caveat("ann") == "", "nothing was chosen after it"
+        assert not opened.reserve(rounds_of("run", 8)), "its first rounds would count twice"
+        opened.charge([sampled("next", 0.05, 1.0)])
+        assert "if no run with minibatches was stopped" in opened.caveat("ann")
+
+
+def test_a_whole_run_that_does_not_fit_is_not_begun(tmp_path):
+    rounds = rounds_of("run", 10)
+    limit = total(*rounds[:9]).epsilon(1e-5)
+    with Ledger(tmp_path / "ledger.db", epsilon=limit, delta=1e-5) as opened:
+        with pytest.raises(OverspentError, match="the limit is"):
+            opened.reserve(rounds)
+        assert len(opened) == 0
 
 
 def test_runs_without_samples_are_counted_as_before(tmp_path):
     with Ledger(tmp_path / "ledger.db", epsilon=8.0, delta=1e-5) as opened:
         opened.charge([entry(plan="a")])
         opened.charge([entry(plan="b", std=20.0)])
-        assert opened.covers_choice("ann")
+        assert opened.caveat("ann") == ""
         exact = gaussian.epsilon(math.hypot(2 / 50, 2 / 20), 1e-5)
         assert opened.spent_epsilon("ann", 1e-5) == pytest.approx(exact, rel=1e-12)
 
 
 def test_each_minibatch_of_all_runs_may_overflow(tmp_path):
     """The share of delta that a run reserves is one of its own delta, which the ledger does not know."""
-    few, many = ledger.Spent(), ledger.Spent()
+    few, many = Spent(), Spent()
     few.add(sampled("a", 1e-4, 50.0, 10))
     many.add(sampled("a", 1e-4, 50.0, 10**6))
     assert few.epsilon(1e-9) < math.inf

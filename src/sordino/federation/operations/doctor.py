@@ -22,7 +22,7 @@ from sordino.federation.terms import Terms
 from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, end_of
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
-from sordino.privacy.evidence.charges import charges
+from sordino.privacy.evidence.charges import whole_run
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity, Roster
 
@@ -237,13 +237,13 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             return
         try:
             mine = terms.names.index(config.name)
-            entries = [e for t in range(terms.plan.rounds) for e in charges(terms.plan, mine, t, terms.run)]
+            entries = whole_run(terms.plan, mine, terms.run)
             ledger.afford([entry._replace(who=_account(ledger)) for entry in entries])
             cost = spending.epsilon(terms.plan)
             yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
         except OverspentError as error:
             left = ledger.left(_account(ledger), (config.epsilon, config.delta)) or 0.0
-            yield Check(False, "budget", f"{error} A run of up to ε = {left:.4g} fits.")
+            yield Check(False, "budget", f"{error} Without minibatches, a run of up to ε = {left:.4g} fits.")
 
 
 def _hint(config: SiteConfig, terms: Terms | None) -> str:
@@ -266,7 +266,7 @@ def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
         if (config.epsilon, config.delta) > (epsilon, delta) and config.epsilon > epsilon:
             yield Check(False, "epsilon", f"the ledger's limit is {epsilon:g}; it can be lowered, never raised")
     accounts = ledger.accounts()
-    if len(ledger) and not accounts:
+    if ledger.people() and not accounts:
         yield Check(False, "ledger.db", "its charges belong to no account of this site; is it another site's ledger?")
     spent = ledger.spent_epsilon(_account(ledger), config.delta)
     most = min([config.epsilon, *(epsilon for epsilon, _ in ledger.limits())])

@@ -156,7 +156,7 @@ def of_site(folder: Path) -> BudgetStatus:
     """Read site.toml, the ledger and the log in a site's folder."""
     from sordino.federation import witness
     from sordino.federation.config import SiteConfig
-    from sordino.privacy.evidence.ledger import NOTES, Ledger
+    from sordino.privacy.evidence.ledger import Ledger
 
     config = SiteConfig.read(folder / "site.toml")
     status = BudgetStatus(config.name, 0.0, config.epsilon, config.delta, config.epsilon)
@@ -170,7 +170,7 @@ def of_site(folder: Path) -> BudgetStatus:
                 who = accounts[-1].who
                 status.epsilon = ledger.spent_epsilon(who, config.delta)
                 status.left = ledger.left(who, (config.epsilon, config.delta)) or 0.0
-            status.answered = sum(1 for row in ledger.rows() if row.key and row.query not in NOTES)
+            status.answered = sum(1 for row in ledger.rows() if row.key and row.is_release)
     for line in _lines(folder / "events.jsonl"):
         status.runs += line["what"] == "finished"
         status.refusals += line["what"] == "refused"

@@ -16,7 +16,7 @@ import numpy as np
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError, nearest
-from sordino.privacy.accounting import concentrated, gaussian, subsampled
+from sordino.privacy.accounting import concentrated, cover, gaussian, subsampled
 from sordino.privacy.accounting.concentrated import FAILURE
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
@@ -216,6 +216,24 @@ def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
     if left <= 0:
         return math.inf
     return subsampled.epsilon(sampled, left, adjacency, rest) if sampled else gaussian.epsilon(rest, left)
+
+
+def mu_up_to(account: Account, delta: float, adjacency: Adjacency, may_fail: float = 0.0) -> float:
+    """A mu for which the releases of a run together are mu-Gaussian up to delta; infinite if nothing is proved.
+
+    Args:
+      account: the releases or events.
+      delta: the part of delta that the run may use beside its mu.
+      adjacency: which data sets are neighbours.
+      may_fail: the probability of a failure that the events do not know of, such as a minibatch without room.
+    """
+    parts = [part for part in _parts(account) if part.times]
+    if math.isinf(_mu(parts)) or not all(part.noise.gaussian_factor for part in parts):
+        return math.inf
+    failures = sum(part.times for part in parts if part.noise.may_fail)
+    sampled, rest = _split(parts, adjacency)
+    may_fail += delta - concentrated.remaining(delta, failures)
+    return cover.mu_up_to(sampled, delta, adjacency, rest, may_fail=may_fail)
 
 
 def remaining_delta(account: Account, delta: float) -> float:

@@ -30,39 +30,38 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self
 
 from sordino.core import Adjacency, Unit
 from sordino.errors import LedgerError, OverspentError, SordinoError
-from sordino.privacy.accounting import concentrated, events, gaussian
-from sordino.privacy.accounting.slots import MOST_OVERFLOW
-from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.accounting import events
+from sordino.privacy.evidence.spent import (
+    MU_TOLERANCE,
+    RESERVED,
+    REST,
+    SAMPLERS,
+    Charge,
+    Choice,
+    Spent,
+    SpentByRuns,
+    limit_mu,
+)
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row
-FIXED_BEFOREHAND = ", if the rates, noise and rounds of all runs were fixed before the first result was seen"
-MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
-SAMPLERS = (
-    "poisson add-remove",
-    "poisson replace-one",
-    "fixed add-remove",
-    "fixed replace-one",
-    "allocation add-remove",
-    "allocation replace-one",
-    "poisson add-remove smoothed-discrete-gaussian",
-    "poisson replace-one smoothed-discrete-gaussian",
-)
 NEW_ACCOUNT = "new account"  # the query of the row that opens an account
 SURVIVORS = "survivors"  # the query of the row that holds the survivors of a masked round
-NOTES = (NEW_ACCOUNT, SURVIVORS)  # queries of rows that release nothing
+ANY_CHOICE = "any choice"  # the query of the row that lets minibatches count after a first run without them
+FIXED_PLAN = "fixed plan"  # the query of the row that states that the numbers of all runs were fixed beforehand
+STATEMENTS = (ANY_CHOICE, FIXED_PLAN)  # queries of rows about the whole ledger
+NOTES = (NEW_ACCOUNT, SURVIVORS, *STATEMENTS)  # queries of rows that release nothing
 ACCOUNTS = "accounts"  # the plan of the rows that open accounts
+EVERYBODY = "everybody"  # who the rows about the whole ledger speak of
 TIMEOUT = 30.0  # seconds to wait for another process that is writing
 _APPLICATION = 0x536F7264  # marks the file as a ledger
 _FIELDS = (
@@ -104,49 +103,6 @@ _REMEDIES = {
 }
 
 
-class Charge(NamedTuple):
-    """The cost of `times` equal releases. About all of the data it is mu² = times (sensitivity/std)².
-
-    Attributes:
-      who: who pays, a client or a person.
-      round: the round of the plan.
-      query: the name of the query.
-      sensitivity: how far one unit moves the release.
-      std: standard deviation of the noise.
-      times: number of equal releases.
-      plan: the plan to which the round belongs.
-      rate: the chance of a record to be in the sample; 1 for all of the data.
-      sampler: if the rate is below 1, the sampler and the adjacency, as in 'poisson add-remove', and a noise law that
-        is not Gaussian. At rate 1, such a law, or an empty string.
-    """
-
-    who: str
-    round: int
-    query: str
-    sensitivity: float
-    std: float
-    times: int
-    plan: str
-    rate: float = 1.0
-    sampler: str = ""
-
-    @staticmethod
-    def of(release: events.Release, who: str, round: int, plan: str, adjacency: Adjacency) -> Charge:
-        """The charge for a release of the plan."""
-        query, sensitivity, std, times, rate, sampler, mechanism = release
-        law = "" if mechanism == events.Gaussian.name else mechanism
-        law = f"{sampler} {adjacency} {law}".strip() if rate < 1 else law
-        if rate < 1 and law not in SAMPLERS:
-            raise SordinoError(f"mechanism: there is no account of {mechanism} noise on a {sampler} sample.")
-        return Charge(who, round, query, sensitivity, std, times, plan, rate, law)
-
-    @property
-    def mechanism(self) -> str:
-        """The name of the accounting event of the noise."""
-        law = self.sampler if self.rate == 1 else " ".join(self.sampler.split()[2:])
-        return law or events.Gaussian.name
-
-
 class LedgerRow(NamedTuple):
     """A row as it was written. The first row of a call to `charge` has the key and the hash of the payload."""
 
@@ -165,6 +121,11 @@ class LedgerRow(NamedTuple):
     payload_sha256: str  # "" without a payload
     previous: str
     hash: str
+
+    @property
+    def is_release(self) -> bool:
+        """Whether the row belongs to a release, and is neither a note nor the reservation of a whole run."""
+        return self.query not in NOTES and self.round != RESERVED
 
 
 class Account(NamedTuple):
@@ -207,10 +168,10 @@ class Ledger:
     ) -> None:
         if (epsilon is None) != (delta is None):
             raise SordinoError("epsilon, delta: a limit needs both; leave out both to keep the stored one.")
-        new_limit = None if epsilon is None or delta is None else (_mu(epsilon, delta), epsilon, delta)
+        new_limit = None if epsilon is None or delta is None else (limit_mu(epsilon, delta), epsilon, delta)
         self.path = Path(path).absolute()
-        self._spent: defaultdict[str, SpentByRuns] = defaultdict(SpentByRuns)  # the sum of the rows up to `_last_read`
-        self._last_read = 0
+        self._spent: dict[str, SpentByRuns] = {}  # the sum of the rows up to `_last_read`
+        self._last_read, self._choice = 0, Choice.ANY
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         if read_only:
             self._open_to_read()
@@ -305,6 +266,38 @@ class Ledger:
             self._db.execute("DELETE FROM witness")
             self._db.execute("INSERT INTO witness VALUES (?, ?)", (seq, previous))
         self._committed()
+
+    def reserve(self, entries: Sequence[Charge]) -> bool:
+        """Charge a whole run with minibatches when it starts, before its first release. Its rounds then use this up.
+
+        So a run that is stopped early, because of its own results or not, costs as much as the whole run. Nothing is
+        written for a run without minibatches, which pays round by round, or for one that has begun.
+
+        Args:
+          entries: the charges of all rounds of the run.
+
+        Returns:
+          Whether something was written.
+
+        Raises:
+          OverspentError: the whole run does not fit into a limit.
+        """
+        whole: dict[Charge, int] = {}
+        for entry in (_checked(entry) for entry in entries if entry.sensitivity > 0):
+            if self._ask("SELECT 1 FROM entries WHERE plan = ? AND who = ? LIMIT 1", entry.plan, entry.who):
+                return False
+            kind = entry._replace(round=RESERVED, times=1)
+            whole[kind] = whole.get(kind, 0) + entry.times
+        if not any(kind.rate < 1 for kind in whole):
+            return False
+        self.charge([kind._replace(times=times) for kind, times in whole.items()])
+        return True
+
+    def reserved(self, plan: str, who: str) -> bool:
+        """Whether the whole run was charged when it started."""
+        return bool(
+            self._ask("SELECT 1 FROM entries WHERE plan = ? AND who = ? AND round = ? LIMIT 1", plan, who, RESERVED)
+        )
 
     def _committed(self) -> None:
         """Called when charges are on disk, before `charge` returns."""
@@ -401,7 +394,7 @@ class Ledger:
         """
         if known := self.accounts():
             return known[-1].who
-        if len(self):
+        if self.people():
             raise LedgerError(
                 f"ledger {self.path}: its charges belong to no account of a site, so a new account would forget them; "
                 "put the site's own ledger back, or open an account with `sordino ledger new-account`."
@@ -462,41 +455,86 @@ class Ledger:
         return self._spent_by(who).epsilon(delta)
 
     def adaptive_epsilon(self, who: str, delta: float) -> float:
-        """The same, however the numbers of later runs were chosen: an upper bound (`SpentByRuns`)."""
+        """The same without a statement that all runs were fixed beforehand: however later runs were chosen."""
         self._catch_up()
-        return self._spent_by(who).adaptive_epsilon(delta)
-
-    def covers_choice(self, who: str) -> bool:
-        """Whether `spent_epsilon` also holds if later runs were chosen after looking at earlier results."""
-        self._catch_up()
-        return self.allows_any_choice() or self._spent_by(who).covers_choice
+        spent = self._spent_by(who).copy()
+        spent.choice = Choice.ANY if spent.choice is Choice.FIXED else spent.choice
+        return spent.epsilon(delta)
 
     def caveat(self, who: str) -> str:
         """What follows `spent_epsilon` in a sentence where it does not hold for any choice; otherwise empty."""
-        return "" if self.covers_choice(who) else FIXED_BEFOREHAND
+        self._catch_up()
+        return "".join(self._spent_by(who).caveats)
+
+    def choice(self, who: str) -> Choice:
+        """What the account of `who` assumes of how later runs are chosen."""
+        self._catch_up()
+        return self._spent_by(who).choice
 
     def allow_any_choice(self) -> None:
-        """From now on, count runs such that limits hold however the numbers of later runs were chosen.
+        """From now on, count minibatches as such also where the first run has none.
 
-        It costs more, and cannot be taken back. Without it, limits hold if all noise is Gaussian and nothing is
-        sampled, or if the numbers of all runs were fixed before the first result was seen.
+        Said before the first run of an account, limits hold as they stand. Said later, that is itself a choice made
+        after looking, and the limits of accounts whose first run has no minibatches hold at a delta that is larger by
+        a share REST. It cannot be taken back.
+
+        Raises:
+          SordinoError: a person stated that the numbers of all runs are fixed beforehand.
         """
-        with self._transaction():
-            self._db.execute("CREATE TABLE IF NOT EXISTS any_choice (time TEXT NOT NULL)")
-            if not self._ask("SELECT 1 FROM any_choice"):
-                self._db.execute("INSERT INTO any_choice VALUES (?)", (_now(),))
+        self._state(ANY_CHOICE, ANY_CHOICE)
 
-    def allows_any_choice(self) -> bool:
-        """Whether `allow_any_choice` was called."""
-        return self._has("any_choice")
+    def state_fixed_plan(self, why: str) -> None:
+        """State that the numbers of all runs were fixed before the first result was seen. Only a person knows that.
 
-    def left(self, who: str, limit: tuple[float, float] | None = None) -> float | None:
-        """The largest epsilon, at the delta of the limit, of one more release without sampling that fits into every
-        limit and into `limit`, which is not stored; 0 if none fits, None if there is no limit."""
+        From now on, runs with minibatches are composed by privacy loss distributions, which costs less and is proved
+        only under this assumption. The reason stays in the chain.
+
+        Args:
+          why: where the numbers are written down, such as 'protocol of 3 March, section 2'.
+
+        Raises:
+          SordinoError: there is no reason, or limits were promised to hold for any choice.
+        """
+        if not why.strip():
+            raise SordinoError("reason: it is empty; say where the numbers of all runs were fixed.")
+        self._state(FIXED_PLAN, f"{FIXED_PLAN}: {why.strip()}")
+
+    def statements(self) -> list[tuple[str, str, str]]:
+        """(time, kind, text) of what persons stated about the whole ledger."""
+        marks = ", ".join("?" * len(STATEMENTS))
+        rows = self._ask(f"SELECT time, query, plan FROM entries WHERE query IN ({marks}) ORDER BY seq", *STATEMENTS)
+        earlier = self._ask("SELECT time FROM any_choice") if self._has("any_choice") else []
+        return [*((time, ANY_CHOICE, ANY_CHOICE) for (time,) in earlier), *rows]
+
+    def _state(self, kind: str, text: str) -> None:
+        """Write a statement about the whole ledger into the chain, once."""
+        known = {kind for _, kind, _ in self.statements()}
+        if kind in known:
+            return
+        if known:
+            raise SordinoError(
+                f"ledger {self.path}: a person stated '{known.pop()}' before, which cannot be taken back; use another "
+                "ledger for other data."
+            )
+        self.charge([Charge(EVERYBODY, 0, kind, 0.0, 1.0, 1, text)])
+
+    def left(
+        self, who: str, limit: tuple[float, float] | None = None, shares: Sequence[float] = (1.0,)
+    ) -> float | None:
+        """The largest epsilon of further releases without sampling that fit into every limit.
+
+        Args:
+          who: who pays.
+          limit: a further (epsilon, delta), which is not stored.
+          shares: one further run per number, its part of mu squared; by default one run.
+
+        Returns:
+          The epsilon of all further runs together, at the delta of the limit; 0 if none fits, None without a limit.
+        """
         self._catch_up()
         spent = self._spent_by(who)
         limits = [*self.limits(), *([limit] if limit else [])]
-        return min((spent.left(*each) for each in limits), default=None)
+        return min((spent.left(*each, shares) for each in limits), default=None)
 
     def limits(self) -> list[tuple[float, float]]:
         """Every (epsilon, delta) that was ever set; all of them hold."""
@@ -504,7 +542,9 @@ class Ledger:
 
     def people(self) -> list[str]:
         """Everybody who was charged, sorted."""
-        return [who for (who,) in self._ask("SELECT DISTINCT who FROM entries ORDER BY who")]
+        marks = ", ".join("?" * len(STATEMENTS))
+        people = f"SELECT DISTINCT who FROM entries WHERE query NOT IN ({marks}) ORDER BY who"
+        return [who for (who,) in self._ask(people, *STATEMENTS)]
 
     def rows(self) -> Iterator[LedgerRow]:
         """All rows in their order."""
@@ -665,11 +705,11 @@ class Ledger:
     def _limit(self) -> tuple[float, float, float]:
         """(mu, epsilon, delta) of the strictest limit ever set."""
         limits = self._ask("SELECT epsilon, delta FROM limits")
-        return min(((_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
+        return min(((limit_mu(*limit), *limit) for limit in limits), default=(math.inf, math.inf, math.nan))
 
     def _affordable(self, entries: Sequence[Charge], further: tuple[float, float] | None = None) -> None:
         """Raise OverspentError if the charges exceed a limit."""
-        limits = [(_mu(*limit), *limit) for limit in (*self.limits(), *([further] if further else []))]
+        limits = [(limit_mu(*limit), *limit) for limit in (*self.limits(), *([further] if further else []))]
         if not limits:
             return
         self._catch_up()
@@ -681,27 +721,43 @@ class Ledger:
                 )
             after.setdefault(entry.who, self._spent_by(entry.who).copy()).add(entry)
         for who, spent in after.items():
+            if spent.overused:
+                raise OverspentError(
+                    f"{who}: run '{min(spent.overused)}' would release more than it reserved at its start. Nothing was "
+                    "charged. Start another run for further rounds."
+                )
             for mu, epsilon, delta in limits:  # all limits, because none is strictest for sampled releases
                 if not spent.exceeds(mu, epsilon, delta):
                     continue
                 raise OverspentError(
                     f"{who}: this would bring epsilon to {spent.epsilon(delta):.6g} at delta "
-                    f"{delta:g}; the limit is {epsilon:g}. Nothing was charged."
+                    f"{delta:g}; the limit is {epsilon:g}. Nothing was charged.{_remedy(spent, delta)}"
                 )
 
     def _spent_by(self, who: str) -> SpentByRuns:
         """What the rows read so far cost, without an entry for somebody who was never charged."""
-        kind = self._spent.default_factory
-        assert kind is not None
-        return self._spent[who] if who in self._spent else kind()
+        return self._spent[who] if who in self._spent else SpentByRuns(self._choice)
 
     def _catch_up(self) -> None:
         """Add up the rows that any process committed since the last call."""
-        if self._spent.default_factory is not AdaptivelySpent and self.allows_any_choice():
-            self._spent, self._last_read = defaultdict(AdaptivelySpent), 0
+        earlier = [time for (time,) in self._ask("SELECT time FROM any_choice")] if self._has("any_choice") else []
         for row in self._rows_after(self._last_read):
-            self._spent[row.who].add(_checked(Charge(*row[:9])))
+            if row.query in STATEMENTS:
+                self._hear(row.query)
+            elif earlier and self._choice is Choice.ANY and row.time > earlier[0]:  # said in a file of before
+                self._hear(ANY_CHOICE)
+            if row.query not in STATEMENTS:
+                self._spent.setdefault(row.who, SpentByRuns(self._choice)).add(_checked(Charge(*row[:9])))
             self._last_read = row.seq
+        if earlier and self._choice is Choice.ANY:
+            self._hear(ANY_CHOICE)
+
+    def _hear(self, statement: str) -> None:
+        """Count accounts as a person stated."""
+        self._choice = Choice.FIXED if statement == FIXED_PLAN else Choice.MIXED
+        for spent in self._spent.values():
+            late = self._choice is Choice.MIXED and spent.runs
+            spent.choice = Choice.LATE if late else self._choice
 
     def _rows_after(self, seq: int) -> Iterator[LedgerRow]:
         # In batches, because an unfinished read keeps this connection at an old state, from which it cannot write.
@@ -758,7 +814,21 @@ class Ledger:
             raise LedgerError(f"ledger {self.path}: {error}; {remedy}.") from error
 
 
-_mu = lru_cache(gaussian.mu)
+def _remedy(spent: SpentByRuns, delta: float) -> str:
+    """What may be done about a refusal, if it is due to how runs with minibatches count."""
+    if not spent.sampled or spent.choice is Choice.FIXED:
+        return ""
+    fixed = (
+        f" If the rate, noise and rounds of all runs were fixed before the first result was seen, state that with "
+        f"`sordino ledger fixed-plan`: epsilon is then {Spent.epsilon(spent, delta):.4g}."
+    )
+    if not spent.as_if_unsampled:
+        return fixed if len(spent.runs) > 1 else ""
+    return (
+        " Minibatches count as if they held all records, because the first run had none. `sordino ledger any-choice` "
+        f"counts them as minibatches, at a delta that is larger by {REST:.2%}; before the first run it costs nothing."
+        f"{fixed}"
+    )
 
 
 def _code(error: sqlite3.Error) -> str:
@@ -794,174 +864,6 @@ def _checked(entry: Charge) -> Charge:
         if not fine:
             raise SordinoError(f"{name}: {getattr(entry, name)!r} {rule} (query '{entry.query}' of '{entry.who}').")
     return entry
-
-
-class Spent:
-    """The total cost of somebody's charges, if their numbers were fixed before the first result was seen."""
-
-    def __init__(self) -> None:
-        self.square = 0.0  # mu squared, as if nothing were sampled
-        # (sampler and adjacency, rate, sensitivity, std, mechanism, whose minibatches are counted together) -> times
-        self.parts: dict[tuple[str, float, float, float, str, str], int] = {}
-        self.gaussian = True  # all noise is Gaussian
-        self.may_fail = 0  # releases whose bound may fail
-
-    def copy(self) -> Self:
-        other = type(self)()
-        other.square, other.parts = self.square, dict(self.parts)
-        other.gaussian, other.may_fail = self.gaussian, self.may_fail
-        return other
-
-    def add(self, entry: Charge) -> None:
-        noise = events.noise_event(entry.mechanism, entry.sensitivity, entry.std)
-        self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
-        self.gaussian &= noise.is_gaussian
-        self.may_fail += entry.times * noise.may_fail
-        sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
-        # Epochs of an allocation begin with a run, so the minibatches of two runs, or of two queries, are no epoch.
-        together = f"{entry.plan} {entry.query}" if sampler.startswith(Sampler.ALLOCATION) else ""
-        key = (sampler, entry.rate, entry.sensitivity, entry.std, entry.mechanism, together)
-        self.parts[key] = self.parts.get(key, 0) + entry.times
-
-    def repeated(self, times: int) -> Spent:
-        """The cost of the same charges so many times."""
-        other = Spent()
-        other.square, other.gaussian, other.may_fail = times * self.square, self.gaussian, times * self.may_fail
-        for key, count in self.parts.items():
-            if key[-1]:
-                other.parts |= {(*key[:-1], f"{key[-1]} {copy}"): count for copy in range(times)}
-            else:
-                other.parts[key] = times * count
-        return other
-
-    def epsilon(self, delta: float) -> float:
-        """The smallest bound on epsilon: for each adjacency, what was sampled under it counts as such."""
-        adjacencies = {key[0].partition(" ")[2] for key in self.parts}
-        if self.gaussian:
-            adjacencies -= {""}
-        return min([self._plain(delta), *(self._under(adjacency, delta) for adjacency in adjacencies)])
-
-    def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
-        """Whether the total exceeds a limit, which has this mu."""
-        # If all noise is Gaussian, a small enough mu needs no further check.
-        fits = self.gaussian and self.square <= mu * mu * (1 + MU_TOLERANCE)
-        return not fits and self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
-
-    def left(self, epsilon: float, delta: float) -> float:
-        """The largest epsilon of one more Gaussian release on all of the data within the limit; 0 if none fits."""
-        whole = _mu(epsilon, delta)
-        low, high = 0.0, whole  # mu of the release
-        if self._closed_form:
-            low = math.sqrt(max(0.0, whole * whole - self.square))
-        elif self.epsilon(delta) <= epsilon:
-            for _ in range(12):
-                middle = (low + high) / 2
-                after = self.copy()
-                after.add(Charge("", 0, "", middle, 1.0, 1, ""))
-                low, high = (low, middle) if after.exceeds(whole, epsilon, delta) else (middle, high)
-        return gaussian.epsilon(low, delta) if low > 0 else 0.0
-
-    @property
-    def _closed_form(self) -> bool:
-        """Whether the mu squared of releases add up to the total."""
-        return self.gaussian and not self.sampled
-
-    @property
-    def sampled(self) -> bool:
-        """Whether some release is about a sample."""
-        return any(key[0] for key in self.parts)
-
-    def is_part_of(self, other: Spent) -> bool:
-        """Whether the other total holds each of these releases as often, or more often."""
-        return all(times <= other.parts.get(key, 0) for key, times in self.parts.items())
-
-    def _plain(self, delta: float) -> float:
-        """Epsilon as if nothing were sampled: Gaussian DP, or concentrated DP where some noise is not Gaussian."""
-        if self.gaussian:
-            return gaussian.epsilon(math.sqrt(self.square), delta)
-        return concentrated.epsilon(self.square / 2, delta, self.may_fail) if self.square < math.inf else math.inf
-
-    def _under(self, adjacency: str, delta: float) -> float:
-        """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
-        releases = []
-        for (sampler_and_adjacency, rate, moved, std, mechanism, _), times in self.parts.items():
-            sampler, _, its_adjacency = sampler_and_adjacency.partition(" ")
-            sampled = (rate, Sampler(sampler)) if sampler and its_adjacency == adjacency else (1.0, Sampler.FULL)
-            releases.append(events.Release("", moved, std, times, *sampled, mechanism=mechanism))
-        # Each run reserves a share of its own delta for minibatches of random size that overflow their slots. All runs
-        # together may need more than that share of this delta.
-        may_overflow = (Sampler.POISSON, Sampler.ALLOCATION)
-        drawn = sum(times for (name, *_), times in self.parts.items() if name.startswith(may_overflow))
-        left = delta - drawn * MOST_OVERFLOW
-        return events.epsilon(releases, left, Adjacency(adjacency or Adjacency.REPLACE_ONE)) if left > 0 else math.inf
-
-
-class SpentByRuns(Spent):
-    """The same, and the cost of each run by itself.
-
-    If the numbers of a later run (rate, noise, number of releases) were chosen after looking at earlier results, the
-    composition of samples by privacy loss distributions is not proved. `adaptive_epsilon` is: docs/proofs.md, "The
-    ledger".
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.runs: dict[str, Spent] = {}  # in the order in which they were first charged
-
-    def copy(self) -> Self:
-        other = super().copy()
-        other.runs = {plan: run.copy() for plan, run in self.runs.items()}
-        return other
-
-    def add(self, entry: Charge) -> None:
-        super().add(entry)
-        if entry.sensitivity > 0:  # what costs nothing is no run
-            self.runs.setdefault(entry.plan, Spent()).add(entry._replace(plan=""))
-
-    @property
-    def covers_choice(self) -> bool:
-        """Whether `epsilon` also holds if the numbers of later runs were chosen after looking at earlier results.
-
-        It does if nothing is sampled, if only the first run is about samples, or if all runs are equal (the last one
-        may not have ended).
-        """
-        first, *later = self.runs.values() or [Spent()]
-        equal = all(run.parts == first.parts for run in later[:-1]) and all(run.is_part_of(first) for run in later[-1:])
-        return equal or not any(run.sampled for run in later)
-
-    def adaptive_epsilon(self, delta: float) -> float:
-        """An epsilon that holds however the numbers of later runs were chosen.
-
-        It is the smallest of four, each with a quarter of delta:
-
-        - everything as if nothing were sampled;
-        - `epsilon`, if only the first run is about samples;
-        - as many copies of the first run as there are runs, if each run is a part of the first;
-        - the sum over runs of their epsilons, run j with a part 1 / (j (j + 1)) of this delta.
-        """
-        part = delta / 4
-        first, *later = self.runs.values() or [Spent()]
-        bounds = [self._plain(part)]
-        if not any(run.sampled for run in later):
-            bounds.append(super().epsilon(part))
-        if all(run.is_part_of(first) for run in later):
-            bounds.append(first.repeated(len(self.runs)).epsilon(part))
-        bounds.append(sum(run.epsilon(part / (j * (j + 1))) for j, run in enumerate(self.runs.values(), 1)))
-        return min(bounds)
-
-
-class AdaptivelySpent(SpentByRuns):
-    """The cost in a ledger that allows for any choice of later runs (`Ledger.allow_any_choice`)."""
-
-    def epsilon(self, delta: float) -> float:
-        return self.adaptive_epsilon(delta)
-
-    def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
-        return self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
-
-    @property
-    def _closed_form(self) -> bool:
-        return False
 
 
 def _chained(row: LedgerRow) -> str:
