@@ -27,9 +27,9 @@ from sordino.models import arithmetic, outer
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
-from sordino.privacy.accounting import allocation, concentrated, gaussian, selection, subsampled
+from sordino.privacy.accounting import allocation, concentrated, cover, gaussian, selection, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian
-from sordino.privacy.evidence.spent import Charge, Choice, Spent, SpentByRuns
+from sordino.privacy.evidence.spent import COPIES, REST, Charge, Choice, Spent, SpentByRuns
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian, _stretch
 from sordino.privacy.mechanisms.quantization import Integers
@@ -808,54 +808,132 @@ def total(kind, *charges):
 
 def test_what_a_ledger_says_of_runs_that_were_chosen_after_looking():
     one, other, full = charge("a"), charge("b", rate=0.2, std=4.0), charge("b", rate=1.0, std=60.0)
-    for charges, covered in (
-        ([one], True),
-        ([one, full], True),
-        ([one, charge("b"), charge("c")], True),
-        ([one, charge("b"), charge("c", times=20)], True),
-        ([one, charge("b", times=20), charge("c")], False),
-        ([one, other], False),
-        ([full, charge("c")], False),
-        ([charge("a", rate=1.0, std=60.0), full], True),
-    ):
-        spent = total(SpentByRuns, *charges)
-        assert spent.covers_choice is covered
-        assert spent.epsilon(1e-5) == total(Spent, *charges).epsilon(1e-5)
-        assert spent.adaptive_epsilon(1e-5) > spent.epsilon(1e-5)
-        strict = total(AdaptivelySpent, *charges)
-        assert strict.epsilon(1e-5) == spent.adaptive_epsilon(1e-5) == strict.copy().epsilon(1e-5)
+    delta, filtered = 1e-5, 1 - COPIES - REST
+    alone = total(SpentByRuns, one)
+    assert alone.epsilon(delta) == total(Spent, one).epsilon(delta), "the first run alone counts exactly"
+
     both = total(SpentByRuns, one, other)
-    alone = [total(Spent, entry) for entry in (one, other)]
-    basic = alone[0].epsilon(1e-5 / 8) + alone[1].epsilon(1e-5 / 24)
-    assert both.adaptive_epsilon(1e-5) == pytest.approx(basic, rel=1e-9)
-    assert sum(each.epsilon(1e-5) for each in alone) < basic, "with all of delta for each run it would be too little"
+    mus = [total(Spent, run).cover(REST * delta / n) for run, n in ((one, 2), (other, 6))]
+    assert both.epsilon(delta) == pytest.approx(gaussian.epsilon(math.hypot(*mus), filtered * delta), rel=1e-9)
+    assert total(Spent, one, other).epsilon(delta) < both.epsilon(delta), "which is not proved for any choice"
+    assert both.copy().epsilon(delta) == both.epsilon(delta)
+
     equal = total(SpentByRuns, one, charge("b"))
-    assert equal.adaptive_epsilon(1e-5) == pytest.approx(equal.epsilon(1e-5 / 4), rel=1e-9)
+    assert equal.epsilon(delta) == pytest.approx(total(Spent, one, charge("b")).epsilon(COPIES * delta), rel=1e-9)
+    assert total(SpentByRuns, one, charge("b", times=20)).epsilon(delta) <= equal.epsilon(delta)
+    assert total(SpentByRuns, charge("a", times=20), charge("b")).epsilon(delta) > equal.epsilon(delta) / 2
+
+    plain = total(SpentByRuns, full, charge("c"))
+    assert plain.epsilon(delta) == pytest.approx(gaussian.epsilon(math.sqrt(50 + 50 / 60**2), delta), rel=1e-6)
+    late = total(lambda: SpentByRuns(Choice.LATE), full, charge("c"))
+    mu = total(Spent, charge("c")).cover(REST * delta / 2)
+    assert late.epsilon(delta) == pytest.approx(gaussian.epsilon(math.hypot(mu, math.sqrt(50) / 60), delta), rel=1e-9)
+    assert late.caveats
+    assert not plain.caveats
+    assert not both.caveats
+    assert total(lambda: SpentByRuns(Choice.FIXED), one, other).caveats
 
 
-def test_each_of_a_ledger_s_rules_may_be_chosen_after_looking():
-    """Basic composition with a second mechanism chosen by the first result, all outcomes of randomized response.
+def test_a_run_with_samples_is_covered_by_its_gaussian_and_a_rest():
+    """One sampled release, by quadrature, in both orders."""
+    loss = np.linspace(0.0, 12.0, 400)
+    for rate, mu, rest in ((0.02, 1.88, 1e-4), (0.2, 0.7, 1e-5), (0.001, 3.0, 1e-5), (0.5, 2.0, 1e-6)):
+        found = cover.mu_up_to([SampledGaussian(rate, mu, 1)], rest, Adjacency.ADD_REMOVE)
+        assert found <= mu
+        for profile in (sampled_profile, reversed_profile):
+            assert (profile(rate, mu, loss) <= (1 - rest) * gaussian_profile(found, loss) + rest + 1e-9).all()
+        less = (1 - rest) * gaussian_profile(0.95 * found, loss) + rest
+        assert any((profile(rate, mu, loss) > less + 1e-9).any() for profile in (sampled_profile, reversed_profile))
 
-    The histories are divided among two rules, each of which has a half of delta.
+
+def reversed_profile(rate, mu, log_gamma):
+    """H_gamma of N(0) against (1-q) N(0) + q N(mu)."""
+    x = np.arange(-9.0, 9.0 + mu, 5e-3)
+    none, mixed = normal(x), (1 - rate) * normal(x) + rate * normal(x, mu)
+    return np.clip(none - np.exp(log_gamma)[:, None] * mixed, 0, None).sum(1) * 5e-3
+
+
+def fitted_size(cost_of, budget, high):
+    """The largest size of a run whose cost is within the budget."""
+    low = 0.0
+    for _ in range(25):
+        middle = (low + high) / 2
+        low, high = (middle, high) if cost_of(middle) <= budget else (low, middle)
+    return low
+
+
+def test_the_gaussian_filter_holds_for_numbers_chosen_after_looking():
+    """A first release, then, by its result, the worst one of runs that each fit beside it, in both orders.
+
+    Mutant: runs with samples count by the mu that has their own epsilon at the whole delta.
     """
-    for first, high, low in ((0.5, 0.9, 0.1), (0.2, 1.5, 0.0), (1.0, 1.0, 0.4)):
-        epsilon = first + max(high, low)
-        for lies in itertools.product((0, 1), repeat=2):  # which second mechanism follows which answer
-            chosen = [high if lie else low for lie in lies]
-            pair = [_answers(first, chosen, bit) for bit in (0, 1)]
-            for p, q in (pair, pair[::-1]):
-                assert hockey_stick(p, q, epsilon) <= 1e-12
-                assert lies != (1, 1) or high < low or hockey_stick(p, q, 0.95 * epsilon) > 1e-6
+    first, epsilon, delta, rest = 0.3, 1.0, 1e-3, 1e-3 / 16
+    y = np.arange(-6.0, 6.5, 0.05)
+    weight, loss = normal(y, first) * 0.05, first * y - first**2 / 2
+    left = math.sqrt(gaussian.mu(epsilon, delta - rest) ** 2 - first**2)
+
+    def worst(mu_of):
+        """Delta of the best choice, by the result, among sampled runs of several rates and a Gaussian one."""
+        profiles = [gaussian_profile(left, epsilon - loss)]
+        for rate in (0.01, 0.03, 0.1, 0.4):
+            size = fitted_size(lambda mu, rate=rate: mu_of([SampledGaussian(rate, mu, 1)]), left, 6.0)
+            profiles += [profile(rate, size, epsilon - loss) for profile in (sampled_profile, reversed_profile)]
+        return float(weight @ np.max(profiles, axis=0))
+
+    proved = worst(lambda run: cover.mu_up_to(run, rest, Adjacency.ADD_REMOVE))
+    assert 0.9 * (delta - rest) < proved <= delta
+    own = worst(lambda run: gaussian.mu(subsampled.epsilon(run, delta, Adjacency.ADD_REMOVE), delta))
+    assert own > 1.1 * delta
 
 
-def _answers(first, second, bit):
-    """Probabilities of the answers of two randomized responses about one bit."""
-    law = []
-    for a in (0, 1):
-        for b in (0, 1):
-            one, two = (math.exp(e) / (1 + math.exp(e)) for e in (first, second[a]))
-            law.append((one if a == bit else 1 - one) * (two if b == bit else 1 - two))
-    return np.array(law)
+def test_a_run_that_was_not_admitted_by_a_rule_ends_the_ledger():
+    """The first run alone counts exactly; a second one follows only if a rule with its share admits the first as well.
+
+    Two outcomes stop or go on. Mutant: the second run gets its share beside a first one that used up delta.
+    """
+    delta, epsilon = 1e-3, 1.0
+    y = np.arange(-6.0, 7.0, 0.02)
+
+    def spent(first, second):
+        """Delta of stopping where that is worst, and of a second Gaussian run elsewhere."""
+        weight, loss = normal(y, first) * 0.02, first * y - first**2 / 2
+        stop = np.clip(-np.expm1(epsilon - loss), 0, None)
+        go_on = gaussian_profile(second, epsilon - loss)
+        return float(weight @ np.maximum(stop, go_on))
+
+    share = (1 - COPIES - REST) * delta
+    most = gaussian.mu(epsilon, share)
+    for part in (0.2, 0.5, 0.9):
+        first = part * most
+        assert spent(first, math.sqrt(most**2 - first**2)) <= delta
+    alone = gaussian.mu(epsilon, delta)
+    assert alone > most, "so no rule admits it, and nothing may follow"
+    assert spent(alone, most) > 1.5 * delta
+
+
+def test_a_run_that_is_stopped_early_counts_as_the_whole():
+    """Two releases about samples, of which the second is left out after some results of the first; then a Gaussian run.
+
+    Mutant: the Gaussian run gets what the rounds that took place leave. Each choice alone fits, and both do not.
+    """
+    rate, mu, epsilon, delta = 0.1, 1.0, 1.0, 1e-3
+    x = np.arange(-8.0, 10.0, 0.05)
+    law = ((1 - rate) * normal(x) + rate * normal(x, mu)) * 0.05
+    loss = np.log1p(rate * np.expm1(mu * x - mu**2 / 2))
+    both = (epsilon - loss[:, None] - loss[None, :]).ravel()
+
+    def stopped(size):
+        """Delta by the first result, with a Gaussian run of this mu after one release."""
+        return gaussian_profile(size, epsilon - loss)
+
+    def whole(size):
+        return gaussian_profile(size, both).reshape(len(x), -1) @ law
+
+    after_one, after_two = (
+        fitted_size(lambda size, run=run: float(law @ run(size)), delta, 3.0) for run in (stopped, whole)
+    )
+    assert law @ np.maximum(stopped(after_two), whole(after_two)) <= delta * (1 + 1e-9)
+    assert law @ np.maximum(stopped(after_one), whole(after_two)) > 1.2 * delta
 
 
 def test_concentrated_dp_composes_to_the_rho_that_is_left():

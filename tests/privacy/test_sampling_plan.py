@@ -362,6 +362,7 @@ def test_two_runs_with_allocation_are_not_one_epoch(tmp_path):
     def cost(name, *plans):
         charged = [entry(0.25, "allocation add-remove", times=2)._replace(plan=plan) for plan in plans]
         with Ledger(tmp_path / f"{name}.db") as ledger:
+            ledger.state_fixed_plan("both runs are written here")
             for t, each in enumerate(charged):
                 ledger.charge([each._replace(round=t)])
             return ledger.spent_epsilon("a", 1e-5)

@@ -45,7 +45,8 @@ from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
 from sordino.privacy.evidence.charges import charges, reserve, whole_run
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.spent import Charge
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")

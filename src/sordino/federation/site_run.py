@@ -30,8 +30,9 @@ from sordino.federation.testing import AgreedEvaluation
 from sordino.models.tally import ColumnTally
 from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import SURVIVORS, Charge, Ledger
+from sordino.privacy.evidence.ledger import SURVIVORS, Ledger
 from sordino.privacy.evidence.signing import sha256
+from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source

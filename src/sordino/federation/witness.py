@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 from sordino import files
 from sordino.errors import LedgerError, RolledBackError, SordinoError
 from sordino.federation.config import SiteConfig
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import Signer, canonical
+from sordino.privacy.evidence.spent import Charge
 from sordino.secagg import Identity
 
 PURPOSE = b"sordino receipt, format 1\0"  # none of the other messages that a site signs starts with these bytes

@@ -29,8 +29,9 @@ from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError, check_known
 from sordino.privacy import spending
 from sordino.privacy.evidence.certificate import certificate, ranges
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import Signer, sha256
+from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Source, source
 from sordino.privacy.plan import Plan

@@ -41,8 +41,9 @@ from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.certificate import certificate, finite, ranges
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.evidence.signing import Signer, sha256
+from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan

@@ -35,7 +35,7 @@ from sordino.methods import build
 from sordino.privacy import calibration
 from sordino.privacy.evidence.certificate import certificate
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Charge
+from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Address, Secure
 from sordino.privacy.plan import Plan

@@ -95,4 +95,4 @@ def _gaussian_delta(mu: float, epsilons: np.ndarray) -> np.ndarray:
     """The delta of one mu-Gaussian release, rounded down."""
     above = scipy.special.log_ndtr(mu / 2 - epsilons / mu)
     below = epsilons + scipy.special.log_ndtr(-mu / 2 - epsilons / mu)
-    return np.exp(above) * (-np.expm1(np.minimum(below - above, 0.0)) - _ROUNDING)
+    return np.asarray(np.exp(above) * (-np.expm1(np.minimum(below - above, 0.0)) - _ROUNDING))

@@ -6,7 +6,8 @@ import math
 
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.calibration import query_noises
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import (
     mu_squared_of_round,

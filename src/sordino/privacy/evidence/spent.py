@@ -15,7 +15,7 @@ from sordino.privacy.accounting.slots import MOST_OVERFLOW
 from sordino.privacy.accounting.subsampled import Sampler
 
 FIXED_BEFOREHAND = ", if the rates, noise and rounds of all runs were fixed before the first result was seen"
-FIRST, COPIES, REST = 1 / 16, 5 / 16, 1 / 16  # shares of delta, of which docs/proofs.md, "The ledger", speaks
+COPIES, REST = 1 / 4, 1 / 16  # shares of delta, of which docs/proofs.md, "The ledger", speaks
 LATE_CHOICE = f", at a delta that is larger by {REST:.2%}, because minibatches were allowed after the first run"
 NOT_STOPPED = ", if no run with minibatches was stopped because of its own results before it was reserved as a whole"
 MU_TOLERANCE = 1e-9  # relative, on mu squared, so that rounding does not refuse the last planned release
@@ -268,9 +268,9 @@ class SpentByRuns(Spent):
 
         - The first run has no minibatches: everything counts as if unsampled (or, if a person allowed minibatches
           later, by `_filtered`, with a share REST of delta in addition).
-        - Otherwise the first run alone counts exactly. With later runs, it is the larger one of the first run's
-          epsilon with a share FIRST of delta, and of the better one of two rules: copies of the first run with a share
-          COPIES, if each run is a part of it, and `_filtered` with the remaining shares.
+        - Otherwise the first run alone counts exactly. With later runs, it is the better one of two rules: copies of
+          the first run with a share COPIES of delta, if each run is a part of it, and `_filtered` with the remaining
+          shares.
         """
         if self.choice is Choice.FIXED:
             return super().epsilon(delta)
@@ -280,10 +280,10 @@ class SpentByRuns(Spent):
         first, *later = self.runs.values() or [Spent()]
         if not later:
             return first.epsilon(delta)
-        rules = [self._filtered((1 - FIRST - COPIES - REST) * delta, REST * delta)]
+        rules = [self._filtered((1 - COPIES - REST) * delta, REST * delta)]
         if all(run.is_part_of(first) for run in later):
             rules.append(first.repeated(len(self.runs)).epsilon(COPIES * delta))
-        return max(first.epsilon(FIRST * delta), min(rules))
+        return min(rules)
 
     def _filtered(self, delta: float, rest: float) -> float:
         """Epsilon of the Gaussian releases that stand for the runs; those of runs with samples share `rest`."""
