@@ -11,16 +11,22 @@ from sordino.errors import SordinoError
 from sordino.models import outer, per_example
 from sordino.models.torch_model import TorchModel
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of CPUs without bfloat16
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
 ]
 LAYERS = {
-    "linear": (nn.Linear(40, 24), (6, 7, 40), (6, 7, 24)),
+    "linear": (nn.Linear(40, 24), (6, 37, 40), (6, 37, 24)),
     "tiles": (nn.Linear(128, 256), (6, 20, 128), (6, 20, 256)),
     "convolution": (nn.Conv2d(3, 8, 3, stride=2, padding=1), (6, 3, 9, 9), (6, 8, 5, 5)),
     "reflected": (nn.Conv2d(16, 20, 3, padding=1, padding_mode="reflect"), (6, 16, 6, 6), (6, 20, 6, 6)),
-    "pointwise": (nn.Conv2d(16, 20, 1, stride=2), (6, 16, 6, 6), (6, 20, 3, 3)),
+    "pointwise": (nn.Conv2d(16, 20, 1, stride=2), (6, 16, 12, 12), (6, 20, 6, 6)),
+    "patches": (nn.Conv2d(3, 64, (4, 2), stride=(4, 2)), (6, 3, 21, 9), (6, 64, 5, 4)),
+    "boxes": (nn.Conv2d(64, 64, 3, padding=1), (6, 64, 6, 5), (6, 64, 6, 5)),
+    "boxes in planes": (nn.Conv2d(64, 128, 3, stride=2, padding=1), (6, 64, 12, 8), (6, 128, 6, 4)),
+    "boxes of points": (nn.Conv2d(128, 64, 1, stride=2), (6, 128, 12, 8), (6, 64, 6, 4)),
+    "wide boxes": (nn.Conv2d(64, 64, (3, 5), padding=(1, 2)), (6, 64, 4, 7), (6, 64, 4, 7)),
 }
 
 
@@ -42,7 +48,19 @@ def made(name, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     a, g = (torch.randn(shape, generator=generator).to(device, torch.bfloat16) for shape in (reads, writes))
     layer = layer.to(device)
-    return layer, a, g, outer.prepare(layer, a, g, len(a))
+    return layer, a, g, prepared(layer, a, g)
+
+
+def prepared(layer, a, g):
+    """The layout of the copy engine also where there is none."""
+    if (
+        isinstance(layer, nn.Conv2d)
+        and layer.kernel_size != layer.stride
+        and not a.is_cuda
+        and outer._fits(layer, a, g)
+    ):
+        return outer._boxes(layer, a, g)
+    return outer.prepare(layer, a, g, len(a))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -52,16 +70,22 @@ def test_norms_and_sums_are_those_of_autograd(name, device):
     want = one_by_one(layer, a, g)
     found, exact = outer.squares(parts), want.square().sum(1)
     assert (found >= exact * (1 - 1e-6)).all()
-    assert (found <= exact * (1 + 3e-5)).all()
+    assert (found <= exact * (1 + 5e-5)).all()
     factor = torch.rand(2, 3, device=device)
     factor[0, 1] = 0
-    sums = outer.weight_of(layer, outer.sums(parts, factor))
+    sums, weighted = outer.sums(parts, factor), (factor.double().unsqueeze(2) * want.view(2, 3, -1)).sum(1)
     assert sums.dtype is torch.float64
-    torch.testing.assert_close(sums, (factor.double().unsqueeze(2) * want.view(2, 3, -1)).sum(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(sums, weighted, rtol=1e-5, atol=1e-4)
+    out = torch.ones(2, sums.shape[1] + 3, dtype=torch.float64, device=device)
+    outer.sums(parts, factor, out=out[:, 1:-2], add=True)
+    torch.testing.assert_close(out[:, 1:-2], 1 + sums, rtol=1e-12, atol=1e-12)
+    outer.sums(parts, factor, out=out[:, 1:-2])
+    assert torch.equal(out[:, 1:-2], sums)
+    assert (out[:, [0, -2, -1]] == 1).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["linear", "tiles", "convolution"])
+@pytest.mark.parametrize("name", ["linear", "tiles", "convolution", "boxes", "boxes in planes"])
 def test_the_norm_is_that_of_what_is_summed(name, device):
     """Both calls compute the same float32 matrix, also where the terms of an example cancel."""
     layer, a, g, _ = made(name, device)
@@ -70,11 +94,11 @@ def test_the_norm_is_that_of_what_is_summed(name, device):
         a[:, half : 2 * half], g[:, half : 2 * half] = a[:, :half], -g[:, :half]
         a[:, half] *= 1.01
         a[:, 2 * half :] = 0
-    parts = outer.prepare(layer, a, g, len(a))
+    parts = prepared(layer, a, g)
     summed = torch.stack([outer.sums(parts, row.view(1, -1))[0] for row in torch.eye(len(a), device=device)])
     norms, found = summed.square().sum(1), outer.squares(parts)
     assert (norms <= found).all()
-    assert (found <= norms * (1 + 3e-5)).all()
+    assert (found <= norms * (1 + 5e-5)).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -86,19 +110,20 @@ def test_a_shape_is_checked_for_the_order_of_additions(name, device, monkeypatch
     true = outer.sums
 
     def reversed_sums(parts, factor):
-        a = parts.a if parts.channels else parts.a.flip(1)  # where positions read the same a, only g matters
+        a = parts.a if parts.channels else parts.a.flip(1)  # all positions read the same a, so only g matters
         return true(parts._replace(a=a, g=parts.g.flip(1).contiguous()), factor)
 
     monkeypatch.setattr(outer, "sums", reversed_sums)
     assert not outer.same_twice(parts)
     monkeypatch.setattr(outer, "by_kernel", lambda t: True)
+    monkeypatch.setattr(outer, "_checked", set())
     monkeypatch.setattr(outer, "same_twice", lambda parts: False)
     with pytest.raises(SordinoError, match="another order"):
         outer.squares(parts)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["linear", "tiles", "convolution"])
+@pytest.mark.parametrize("name", ["linear", "tiles", "convolution", "boxes", "boxes in planes"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_examples_that_are_not_finite_are_left_out(name, device, bad):
     layer, a, g, parts = made(name, device)
@@ -106,7 +131,7 @@ def test_examples_that_are_not_finite_are_left_out(name, device, bad):
     factor[0, 2] = 0
     want = outer.sums(parts, factor)
     g[2].view(-1)[3] = bad
-    parts = outer.prepare(layer, a, g, len(a))
+    parts = prepared(layer, a, g)
     assert not torch.isfinite(outer.squares(parts)[2])
     assert torch.equal(outer.sums(parts, factor), want)
     out = torch.full_like(want, 7)

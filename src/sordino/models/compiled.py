@@ -103,9 +103,40 @@ def _traced(
         return out
 
     graph = make_fx(run)(*inputs)
+    without_inputs(graph)
     nothing = torch.empty(0)
     uses = [(_emptied(use, nothing), places) for use, places in found]
     return Trace(compile_graph(graph), uses)
+
+
+def without_inputs(graph: torch.fx.GraphModule) -> None:
+    """Write gradients with respect to a convolution's input as transposed convolutions.
+
+    The operator that autograd calls reads the input, too, though its values do not matter: it would be kept, in one
+    more layout. The compiler also chooses the layout of convolutions, but not of that operator.
+    """
+    aten = torch.ops.aten
+
+    def sides(t: torch.fx.Node) -> Any:
+        known = getattr(graph, str(t.target)) if t.op == "get_attr" else t.meta["tensor_meta"]  # frozen, or computed
+        return known.shape[2:]
+
+    for node in graph.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        g, a, weight, _, stride, padding, dilation, transposed, _, groups, wanted = node.args
+        if transposed or list(wanted) != [True, False, False]:
+            continue
+        sizes = zip(*(sides(t) for t in (a, g, weight)), stride, padding, dilation, strict=True)
+        rest = [i - ((o - 1) * s - 2 * p + d * (k - 1) + 1) for i, o, k, s, p, d in sizes]
+        with graph.graph.inserting_before(node):
+            words = (g, weight, None, stride, padding, dilation, True, rest, groups)
+            found = graph.graph.call_function(aten.convolution.default, words)
+        found.meta["tensor_meta"] = a.meta["tensor_meta"]
+        for user in list(node.users):
+            if user.args[1] == 0:
+                user.replace_all_uses_with(found)
+            graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _place(t: Tensor) -> Hashable:

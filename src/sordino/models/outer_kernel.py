@@ -9,8 +9,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor as TensorDescriptor
 
+# Not specialised by value: the check of a shape must meet the same machine code as its sums.
+COUNTS = ["group_size", "blocks", "terms"]
 
-@triton.jit
+
+@triton.jit(do_not_specialize=COUNTS)
 def products(
     a,
     g,
@@ -78,7 +81,7 @@ def products(
         if k == steps - 1:
             if SUM:
                 weight = tl.load(factor + example, mask=within < group_size, other=0.0)
-                total += tl.where(weight != 0.0, acc * weight, 0.0)  # by selection: 0 * NaN is NaN
+                total = tl.where(weight != 0.0, total + acc * weight, total)  # by selection: 0 * NaN is NaN
             else:
                 rows = tl.sum(acc * acc, 1).to(tl.float64)
                 tl.store(out + example * tl.num_programs(0) + tile, tl.sum(rows, 0), mask=within < group_size)
@@ -88,7 +91,7 @@ def products(
         tl.store(there, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def described(
     a,
     g,
@@ -99,18 +102,34 @@ def described(
     terms,
     inputs,
     outputs,
+    line,
+    CHANNELS: tl.constexpr,
+    KERNEL_WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TOP: tl.constexpr,
+    LEFT: tl.constexpr,
     SUM: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """`products` for a linear layer. a and g are descriptors of examples x positions x entries, which the GPU's copy
-    engine reads; it fills positions beyond the last with zeros.
+    """`products` in whole tiles. a and g are descriptors of examples x positions x entries, which the GPU's copy engine
+    reads; it fills positions before the first and beyond the last with zeros.
+
+    CHANNELS = 0: a linear layer. Otherwise a convolution as `outer.boxes` lays it out: an entry of the kernel reads a
+    plane of a (STRIDE * STRIDE of them per example) at positions shifted by whole lines and columns.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
-    across = tl.cdiv(inputs, COLUMNS)
+    across = inputs // COLUMNS
     row, column = (tile // across) * ROWS, (tile % across) * COLUMNS
+    plane, shift = 0, 0
+    if CHANNELS > 0:
+        down = (column // CHANNELS) // KERNEL_WIDTH + (STRIDE - 1) * TOP  # of the entry, plus STRIDE * TOP lines
+        over = (column // CHANNELS) % KERNEL_WIDTH + (STRIDE - 1) * LEFT
+        plane = (down % STRIDE) * STRIDE + over % STRIDE
+        shift = (down // STRIDE - TOP) * line + over // STRIDE - LEFT
+        column = column % CHANNELS
     group = block // blocks
     first = (block % blocks) * terms
     last = tl.minimum(first + terms, group_size)
@@ -120,15 +139,49 @@ def described(
         acc = tl.zeros((ROWS, COLUMNS), tl.float32)
         for k in tl.range(0, STEPS):
             left = g.load([example, k * DEPTH, row]).reshape(DEPTH, ROWS)
-            right = a.load([example, k * DEPTH, column]).reshape(DEPTH, COLUMNS)
+            right = a.load([example * (STRIDE * STRIDE) + plane, k * DEPTH + shift, column]).reshape(DEPTH, COLUMNS)
             acc = tl.dot(left.T, right, acc)
         if SUM:
             weight = tl.load(factor + example)
-            total += tl.where(weight != 0.0, acc * weight, 0.0)  # by selection: 0 * NaN is NaN
+            total = tl.where(weight != 0.0, total + acc * weight, total)  # by selection: 0 * NaN is NaN
         else:
             rows = tl.sum(acc * acc, 1).to(tl.float64)
             tl.store(out + example.to(tl.int64) * tl.num_programs(0) + tile, tl.sum(rows, 0))
     if SUM:
-        o, i = row + tl.arange(0, ROWS), column + tl.arange(0, COLUMNS)
+        o = row + tl.arange(0, ROWS)
+        i = (tile % across) * COLUMNS + tl.arange(0, COLUMNS)
         there = out + block.to(tl.int64) * outputs * inputs + o.to(tl.int64)[:, None] * inputs + i[None, :]
-        tl.store(there, total, mask=(o < outputs)[:, None] & (i < inputs)[None, :])
+        tl.store(there, total)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def fold(
+    found,
+    out,
+    blocks,
+    size,
+    out_step,
+    CHANNELS: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    ADD: tl.constexpr,
+    LINES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Add the float32 totals of a group's blocks in float64, in the order of the layer's weight.
+
+    The totals have the ENTRIES of a kernel before its CHANNELS; a weight has the channels first. ADD: onto `out`.
+    """
+    group = tl.program_id(1).to(tl.int64)
+    across = tl.cdiv(CHANNELS, COLUMNS)
+    output = (tl.program_id(0) // across) * ENTRIES * CHANNELS
+    entry = tl.arange(0, LINES)[:, None]
+    channel = ((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (entry < ENTRIES) & (channel < CHANNELS)
+    total = tl.zeros((LINES, COLUMNS), tl.float64)
+    there = found + group * blocks * size + output + entry * CHANNELS + channel
+    for block in range(blocks):
+        total += tl.load(there + block.to(tl.int64) * size, mask=inside, other=0.0).to(tl.float64)
+    place = out + group * out_step + output + channel * ENTRIES + entry
+    if ADD:
+        total += tl.load(place, mask=inside, other=0.0)
+    tl.store(place, total, mask=inside)

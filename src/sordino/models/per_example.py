@@ -460,7 +460,7 @@ def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """
     groups, n = factor.shape
     if use.parts is not None:
-        yield use.names["weight"], outer.weight_of(use.module, outer.sums(use.parts, factor))
+        yield use.names["weight"], outer.sums(use.parts, factor)
         return
     if type(use.module) is nn.Embedding:
         yield use.names["weight"], token_sums(use, factor)

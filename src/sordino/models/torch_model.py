@@ -359,9 +359,9 @@ class TorchModel:
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             _add_to(total, where, summand[:, :width])
         for use in later:
-            place = self._span(use) if fresh and groups == 1 else None
+            place = self._span(use)
             if use.parts is not None and place is not None:
-                outer.sums(use.parts, factor, out=total[:, place])
+                outer.sums(use.parts, factor, out=total[:, place], add=not fresh)
                 continue
             for name, summand in per_example.total(use, factor):
                 _add_to(total, self._where((name,), x), summand)
@@ -381,8 +381,8 @@ class TorchModel:
         return True
 
     def _span(self, use: Use) -> slice | None:
-        """The columns of a use whose sum has the order of its weight."""
-        if use.parts is None or use.parts.channels:
+        """The columns of the weight of a use that `outer` sums."""
+        if use.parts is None:
             return None
         place = self._where((use.names["weight"],), use.g)
         return place if isinstance(place, slice) else None
