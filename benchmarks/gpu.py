@@ -409,10 +409,10 @@ def table(works: dict[str, Any]) -> str:
         first = summary(found)
         lean = summary(found, MOST_MEMORY) if first and (first["memory"] or 0) > MOST_MEMORY else None
         for s in filter(None, (first, lean)):
-            memory = f"{s['memory']:.2f}" if s["memory"] else "–"
+            memory, missed = f"{s['memory']:.2f}" if s["memory"] else "–", s["speed"] < found["goal"]
             lines.append(
                 f"| {name} | {s['plain']} | {s['plain_ms']:.1f} | {s['private']} | {s['private_ms']:.1f} | "
-                f"{s['speed']:.2f} | {found['goal']:.1f}{'' if s['speed'] >= found['goal'] else ', missed'} | {memory} |"
+                f"{s['speed']:.2f} | {found['goal']:.1f}{', missed' if missed else ''} | {memory} |"
             )
     return "\n".join(lines).replace(", captured", ", graph")
 
