@@ -14,6 +14,7 @@ from messages import NUMBERS, ROUNDS, SIZE, SPEC, WORDS, put
 
 import sordino
 from sordino import secagg, wire
+from sordino.cli import main
 from sordino.core import Broadcast
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
@@ -25,11 +26,12 @@ from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.run_keys import roster_of_run
 from sordino.federation.site_run import SiteRun
-from sordino.privacy import calibration
+from sordino.privacy import calibration, spending
 from sordino.privacy.evidence import ledger as ledgers
 from sordino.privacy.evidence import public
 from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.spent import RESERVED, Charge
 from sordino.secagg import Identity, Roster
 from tests.support import tiers
 
@@ -191,6 +193,32 @@ def test_a_run_that_the_ledger_cannot_pay_to_its_end_is_refused_at_its_beginning
     assert "oracle" not in touched
     assert list((federation.place(NORTH) / "runs").iterdir()) == []
     assert talk.round(0).fields["code"] == "unknown-run"
+
+
+def test_a_run_with_minibatches_is_reserved_as_a_whole_before_its_first_answer(tiny, talk, touched):
+    """Whoever stops it early and starts another pays for both as wholes; a refusal before the first answer is free."""
+    federation = tiny("dp-fedgd", batch="poisson:4")
+    federation.configure(NORTH, epsilon=12.0, delta=1e-5)
+    site = federation.site(NORTH)
+    first = talk(site, federation.terms())
+    assert first.propose().kind == "agreed"
+    with site.ledger() as ledger:
+        assert len(ledger) == 0, "a proposal costs nothing"
+    assert first.round(0).kind == "update"
+    with site.ledger() as ledger:
+        reserved, paid = ledger.rows()
+        assert (reserved.round, reserved.times, paid.round, paid.times) == (RESERVED, 3, 0, 1)
+        whole = ledger.spent_epsilon(site.account, 1e-5)
+        assert whole == pytest.approx(spending.epsilon(first.terms.plan), rel=2e-3)
+    first.round(1)
+    with site.ledger() as ledger:
+        assert ledger.spent_epsilon(site.account, 1e-5) == whole, "its rounds use up what was reserved"
+        assert ledger.caveat(site.account) == ""
+        assert ledger.audit() == []
+    shown = federation.folder / "shown.json"
+    assert main(["ledger", "show", str(federation.place(NORTH) / "ledger.db"), "--json", str(shown)]) == 0
+    (run,) = json.loads(shown.read_text())["runs"]
+    assert (run["rounds"], run["releases"], run["reserved"]) == (2, 2, 3)
 
 
 def test_a_limit_is_not_loosened_by_editing_site_toml(tiny, talk):

@@ -170,6 +170,75 @@ def test_a_refused_run_leaves_no_limit_behind(data, tmp_path, capsys):
     assert shown(tmp_path)["limits"] == [{"epsilon": 3.2, "delta": DELTA}]
 
 
+def test_unlike_runs_with_minibatches_cost_less_than_their_sum(data, tmp_path, capsys):
+    assert train(data[0], tmp_path / "one", "--batch", "poisson:8", limit=None) == 0
+    (alone,) = shown(tmp_path)["accounts"]
+    assert alone["epsilon"] == pytest.approx(2, rel=2e-3)
+    assert train(data[0], tmp_path / "two", "--batch", "poisson:16", "--rounds", "6", limit=None) == 0
+    (both,) = shown(tmp_path)["accounts"]
+    assert 2.2 < both["epsilon"] < 3.9
+    assert both["assumes"] == ""
+    capsys.readouterr()
+    assert train(data[0], tmp_path / "three", "--batch", "poisson:8", limit=1.01 * both["epsilon"]) == 2
+    assert "`sordino ledger fixed-plan`" in capsys.readouterr().err
+    reason = ["--reason", "three runs, written down before the first"]
+    assert main(["ledger", "fixed-plan", str(tmp_path / "mine.db"), *reason]) == 0
+    (fixed,) = shown(tmp_path)["accounts"]
+    assert fixed["epsilon"] < both["epsilon"] == fixed["epsilon_any_choice"]
+    assert "were fixed before the first result" in fixed["assumes"]
+    capsys.readouterr()
+    assert train(data[0], tmp_path / "four", "--batch", "poisson:8", epsilon=0.5, limit=None) == 0
+    assert "were fixed before the first result" in " ".join(capsys.readouterr().out.split())
+
+
+def test_minibatches_after_a_run_without_them(data, tmp_path, capsys):
+    """They count as if unsampled, unless `any-choice` was said; what a refusal says is left is left."""
+    assert train(data[0], tmp_path / "one", limit=4) == 0
+    assert train(data[0], tmp_path / "two", "--batch", "poisson:8", epsilon=1.5, limit=None) == 2
+    refusal = capsys.readouterr().err
+    assert "because the first run had none. `sordino ledger any-choice`" in refusal
+    assert main(["ledger", "any-choice", str(tmp_path / "mine.db")]) == 0
+    assert train(data[0], tmp_path / "two", "--batch", "poisson:8", epsilon=1.5, limit=None) == 0
+    (account,) = shown(tmp_path)["accounts"]
+    assert 2 < account["epsilon"] < 3.5
+    assert "larger by 6.25%" in account["assumes"]
+    capsys.readouterr()
+    assert train(data[0], tmp_path / "three", epsilon=3.9, limit=None) == 2
+    left = float(capsys.readouterr().err.partition("a run of ε = ")[2].split()[0])
+    assert train(data[0], tmp_path / "three", epsilon=left, limit=None) == 0
+    assert shown(tmp_path)["accounts"][0]["epsilon"] <= 4 * (1 + 1e-9)
+
+
+def test_any_choice_said_before_the_first_run(data, tmp_path):
+    """The shares of `sordino budget` fit also there, and so does one run for the whole limit."""
+    for folder, shares in (("x", "1"), ("y", "3,1")):
+        (tmp_path / folder).mkdir()
+        book, out = tmp_path / folder / "mine.db", tmp_path / folder / "plan.json"
+        assert main(["ledger", "any-choice", str(book)]) == 0
+        plan = ["budget", "--ledger", str(book), "--limit", "4", "--shares", shares, "--json", str(out)]
+        assert main(plan) == 0
+        runs = json.loads(out.read_text())["runs"]
+        for number, planned in enumerate(runs):
+            assert train(data[0], tmp_path / folder / str(number), epsilon=planned["epsilon"], limit=4) == 0
+        (account,) = shown(tmp_path / folder)["accounts"]
+        assert 3.9 < account["epsilon"] <= 4 * (1 + 1e-9)
+        assert account["assumes"] == ""
+
+
+def test_a_stopped_run_with_minibatches_costs_as_much_as_the_whole(data, tmp_path):
+    out = tmp_path / "run"
+    spec = {"data": data[0], "method": "dp-fedgd", "rounds": 4, "clients": 2, "epsilon": 2.0, "batch": "poisson:8"}
+    prepared = run.prepare(Spec.of(spec))
+    run.start(prepared, out, run.join_ledger(prepared, tmp_path / "mine.db"))
+    stream = run.rounds(prepared, out)
+    next(stream)
+    stream.close()
+    (stopped,) = shown(tmp_path)["accounts"]
+    assert stopped["epsilon"] == pytest.approx(2, rel=2e-3)
+    assert train(data[0], tmp_path / "next", "--batch", "poisson:16", limit=None) == 0
+    assert shown(tmp_path)["accounts"][0]["assumes"] == ""
+
+
 def test_without_a_limit_runs_are_added_up(data, tmp_path, capsys):
     for name in ("one", "two", "three"):
         assert train(data[0], tmp_path / name, limit=None) == 0
