@@ -482,15 +482,27 @@ def total(use: Use, factor: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield from sums.items()
 
 
-def token_sums(use: Use, factor: Tensor) -> Tensor:
+def token_sums(use: Use, factor: Tensor, out: Tensor | None = None) -> Tensor:
     """The sum of factor times row over each token of an embedding, in float64.
 
     A float32 factor times a float32 row is exact in float64. Each example adds at most one row other than zero to a
     token, so a number passes at most FLOAT64_TERMS additions before the sum of these examples is added: see
     `arithmetic.in_chunks`.
+
+    Args:
+      use: the use of the embedding.
+      factor: groups x examples.
+      out: zeros, one row for one group. Up to FLOAT64_TERMS examples are added there without a table of their own.
+
+    Returns:
+      The sums, or `out`.
     """
     (groups, n), (words, width) = factor.shape, use.module.weight.shape  # type: ignore[misc]
     ids, rows = use.a.view(groups, n, -1), use.g.view(groups, n, -1, width)
+    if out is not None and groups == 1 and n <= FLOAT64_TERMS:
+        part = rows.to(torch.float64, copy=True).nan_to_num_(0, 0, 0).mul_(factor[:, :, None, None])
+        out.view(words, width).index_add_(0, ids.flatten(), part.flatten(0, 2))
+        return out
     total = torch.zeros(groups, words * width, dtype=torch.float64, device=rows.device)
     start = words * torch.arange(groups, device=ids.device).view(-1, 1, 1)
     for first in range(0, n, FLOAT64_TERMS):
@@ -498,7 +510,7 @@ def token_sums(use: Use, factor: Tensor) -> Tensor:
         part = rows[:, k].to(torch.float64, copy=True).nan_to_num_(0, 0, 0).mul_(factor[:, k, None, None])
         sums = total.new_zeros(groups * words, width)
         total += sums.index_add_(0, (ids[:, k] + start).flatten(), part.flatten(0, 2)).view(groups, -1)
-    return total
+    return total if out is None else out.copy_(total)
 
 
 def _exact(t: Tensor, groups: int, n: int, rows: slice) -> Tensor:

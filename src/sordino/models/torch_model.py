@@ -363,6 +363,9 @@ class TorchModel:
             if use.parts is not None and place is not None:
                 outer.sums(use.parts, factor, out=total[:, place], add=not fresh)
                 continue
+            if place is not None and fresh and groups == 1:
+                per_example.token_sums(use, factor, out=total[:, place])
+                continue
             for name, summand in per_example.total(use, factor):
                 _add_to(total, self._where((name,), x), summand)
 
@@ -381,8 +384,8 @@ class TorchModel:
         return True
 
     def _span(self, use: Use) -> slice | None:
-        """The columns of the weight of a use that `outer` sums."""
-        if use.parts is None:
+        """The columns of the weight of a use that `outer` sums, or of an embedding."""
+        if use.parts is None and type(use.module) is not nn.Embedding:
             return None
         place = self._where((use.names["weight"],), use.g)
         return place if isinstance(place, slice) else None
