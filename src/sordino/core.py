@@ -315,9 +315,10 @@ class Correlated(Noise):
         Gaussian release, and its squared sensitivity, x^T S^-1 x, is at most the sum of |S^-1|.
         """
         rounds = np.asarray(rounds)
+        if self._of_first_rounds is not None and np.array_equal(rounds, np.arange(len(rounds))):
+            return math.sqrt(self._of_first_rounds[len(rounds)])
         bound = self.sensitivity(rounds)
-        whole = len(rounds) == len(self.decoder) == len(self.encoder) and bool((self.encoder >= 0).all())
-        if not len(rounds) or whole:  # of the whole stream, S^-1 = encoder^T encoder, which has no negative entries
+        if not len(rounds):
             return bound
         rows = self.decoder[rounds]
         covariance = rows @ rows.T
@@ -346,6 +347,18 @@ class Correlated(Noise):
     @cached_property
     def _moves(self) -> np.ndarray:
         return np.asarray(np.abs(self.encoder))
+
+    @cached_property
+    def _of_first_rounds(self) -> np.ndarray | None:
+        """Entry k: the squared sensitivity of the first k releases alone; None where it takes an inverse to know it.
+
+        If encoder and decoder are square and lower triangular, S^-1 of the first k releases is B^T B, B the first k
+        rows and columns of the encoder. If none is negative, its entries sum to the squares of the sums of B's rows.
+        """
+        square = self.encoder.shape == self.decoder.shape == (len(self.encoder),) * 2
+        if not square or any(np.triu(factor, 1).any() for factor in (self.encoder, self.decoder)):
+            return None
+        return None if (self.encoder < 0).any() else np.append(0.0, np.cumsum(self.encoder.sum(1) ** 2))
 
 
 @dataclass(frozen=True)
