@@ -77,7 +77,7 @@ def add(commands: Any) -> None:
         "sordino run patients.csv --label outcome --partition by-column:hospital\n"
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
-        "sordino run patients.csv --epsilon 1 --ledger patients.db --limit 4\n"
+        "sordino run patients.csv --schema schema.toml --epsilon 1 --ledger patients.db --limit 4\n"
         "sordino run --resume runs/adam",
     )
     parser.add_argument(

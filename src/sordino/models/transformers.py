@@ -193,7 +193,9 @@ def _check_mask(module: Rows, length: int) -> None:
             ours = module(ids.to(device).float())
             theirs = _logits(module.network(input_ids=ids.to(device), attention_mask=(ids != pad).long().to(device)))
     except (RuntimeError, ValueError, TypeError) as error:
-        raise SordinoError(f"weights: the classifier fails on rows of tokens ({error}).") from error
+        raise SordinoError(
+            f"weights: the classifier fails on rows of {length} tokens ({error}). With fewer positions, set length."
+        ) from error
     if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
         raise SordinoError(
             "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, ELECTRA "

@@ -494,8 +494,8 @@ def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> N
         raise SordinoError(
             "private_statistics: it finds the ranges of number columns of a schema that have within = [low, high], the "
             "levels of categories that have candidates, and the shares of classes of a target with find_prevalence = "
-            f"true, and {'there is no schema' if schema is None else 'the schema has none'}; give --schema, or leave "
-            "it out."
+            f"true, and {'there is no schema; give --schema' if schema is None else 'the schema has none; add one'}, "
+            "or leave --private-statistics out."
         )
     if unit == Unit.CLIENT:
         raise SordinoError(

@@ -172,7 +172,7 @@ def _assumptions(cert: Mapping[str, Any]) -> str:
 
 def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
     if not cert["execution"].startswith("simul"):
-        return f"The run was {cert['execution']}."
+        return f"The training ran {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
     if not cert["certified"]:
         return f"This was a {_kind(cert['execution'])}: all data were on one machine."
@@ -373,8 +373,9 @@ def _noise(cert: Mapping[str, Any]) -> str:
             f"and at most {max(own):.4g} times that length; it differs by message and round (see certificate.json)."
         )
     return (
-        f"{kind} noise was added to it. Its standard deviation is at most {cert['client_noise']:.4g} times that length "
-        f"for one client, and {cert['noise']:.4g} times for the sum over a round's participants{_counted_on(cert)}."
+        f"{kind} noise was added. Its standard deviation is {cert['client_noise']:.4g} times that length "
+        f"for the client with the most noise, and {cert['noise']:.4g} "
+        f"times for the sum over a round's participants{_counted_on(cert)}."
     )
 
 
