@@ -366,7 +366,7 @@ class Stream(Noise):
     """Correlated noise whose factors follow from the number of rounds."""
 
     name: str
-    over: Callable[[int], Correlated]
+    over: Callable[[int], Noise]
 
 
 @dataclass(frozen=True)

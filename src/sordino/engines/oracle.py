@@ -22,6 +22,7 @@ from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy import calibration
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, grid_of, settle
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, mechanism_of
 from sordino.privacy.mechanisms.quantization import Answer
@@ -369,8 +370,14 @@ def stream_of_rows(rows: Tree) -> dict[int, Tensor]:
 
 def stream_factors(plan: Plan, round_plan: RoundPlan) -> Correlated | None:
     """The factors of the stage's stream; None if its noise is not correlated."""
-    noises = [query.noise for query in round_plan.stage.queries if isinstance(query.noise, Correlated)]
-    return noises[0] if noises and plan.integers is not None else None
+    if plan.integers is None:
+        return None
+    for query in round_plan.stage.queries:
+        if isinstance(query.noise, Correlated):
+            return query.noise
+        if isinstance(query.noise, InverseRoot):
+            return Correlated(query.noise.encoder, query.noise.decoder)
+    return None
 
 
 def combined(factor: np.ndarray, round_plan: RoundPlan, by_round: Mapping[int, Tensor]) -> Tensor:

@@ -206,9 +206,13 @@ REGISTRY: dict[str, MethodEntry] = {
     "dp-ftrl": MethodEntry(
         ftrl,
         "correlated noise",
-        "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153",
+        "Kairouz et al. 2021 (arXiv 2103.00039); banded: arXiv 2306.08153; inverse-root: arXiv 2505.12128",
         bounds=declare(
-            clips="clip", counts="restart band", step_sizes="lr", weights="momentum tail", choices="mechanism honaker"
+            clips="clip",
+            counts="restart band inverse_band",
+            step_sizes="lr",
+            weights="momentum tail",
+            choices="mechanism honaker",
         ),
     ),
     "dp-fedfc": MethodEntry(

@@ -4,8 +4,9 @@ The sensitivity of the whole stream depends on how often a record takes part, an
 for full participation (70 rounds of a tree: 90.34 clips, not 2.65 as for a single round), every b-th round for
 cyclic:b. Only noise is correlated, so every trust model is proved. If only sums are visible, all clients add to one
 stream in every round, so the noise also cancels across cohorts. Against an untrusted server each client has its own
-stream. Under full participation no correlated noise is better than independent noise on a schedule
-(`correlated.schedule`).
+stream. Trees and banded matrices are dense factors of up to 4,096 rounds. `inverse-root` combines the last draws, so
+that a round needs as many of them as it has bands, for any number of rounds. Under full participation no correlated
+noise is better than independent noise on a schedule (`correlated.schedule`).
 """
 
 from __future__ import annotations
@@ -13,18 +14,22 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from sordino.core import Correlated, Kind, Method, Stream, Unit
+from sordino.core import Kind, Method, Noise, Stream, Unit
 from sordino.errors import SordinoError, check_known
 from sordino.methods.fedgd import server_gradient
 from sordino.privacy.accounting import correlated
+from sordino.privacy.accounting.inverse_root import MOST_BANDS, InverseRoot
 from sordino.rules import heavy_ball
 
-MECHANISMS = ("tree", "banded", "schedule", "independent")
+MECHANISMS = ("auto", "tree", "inverse-root", "banded", "schedule", "independent")
 ESTIMATES = ("full", "below", "none")
 
 
-def stream(mechanism: str, estimate: str, restart: int, band: int, rounds: int) -> Correlated:
+def stream(mechanism: str, estimate: str, restart: int, band: int, rounds: int, inverse_band: int = 128) -> Noise:
     """The factors for so many rounds."""
+    long = rounds > correlated.MOST_CORRELATED_ROUNDS
+    if mechanism == "inverse-root" or (mechanism == "auto" and long):
+        return InverseRoot(inverse_band, rounds)
     if mechanism == "schedule":
         return correlated.schedule(rounds)
     if mechanism == "independent":
@@ -40,10 +45,11 @@ def ftrl(
     unit: Unit = Unit.RECORD,
     clip: float = 1.0,
     lr: float = 1.0,
-    mechanism: str = "tree",
+    mechanism: str = "auto",
     honaker: str = "full",
     restart: int = 0,
     band: int = 10,
+    inverse_band: int = 128,
     momentum: float = 0.0,
     tail: float = 0.0,
 ) -> Method:
@@ -53,11 +59,13 @@ def ftrl(
         unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a user's message.
         lr: Step size of the server.
-        mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `schedule` (the best for
-            full participation) or `independent`.
+        mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `inverse-root` (any
+            number of rounds), `schedule` (the best for full participation) or `independent`. `auto` is `tree` up to
+            4,096 rounds, and `inverse-root` above.
         honaker: How the nodes of a tree are combined: `full`, `below` or `none`.
         restart: Rounds per tree; 0 for one tree.
         band: Width of the banded matrix, at least 1.
+        inverse_band: Draws that a round of `inverse-root` combines, from 1 to 4,096.
         momentum: Heavy-ball momentum; it starts again at a restart.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
 
@@ -86,10 +94,12 @@ def ftrl(
         check_known(name, value, allowed)
     if restart < 0 or band < 1:
         raise SordinoError(f"restart, band: {restart} and {band} must be at least 0 and 1.")
+    if not 1 <= inverse_band <= MOST_BANDS:
+        raise SordinoError(f"inverse_band: {inverse_band} must lie between 1 and {MOST_BANDS:,}.")
     rules = (heavy_ball(momentum, restart),) if momentum else ()
     method = server_gradient("dp-ftrl", unit, clip, lr, rules, tail)
     (stage,) = method.stages
-    common = Stream(mechanism, partial(stream, mechanism, honaker, restart, band))
+    common = Stream(mechanism, partial(stream, mechanism, honaker, restart, band, inverse_band=inverse_band))
     released = Kind.GRADIENT if unit is Unit.RECORD else Kind.DELTA
     queries = tuple(replace(query, noise=common) if query.kind is released else query for query in stage.queries)
     return method._replace(stages=(stage._replace(queries=queries),))

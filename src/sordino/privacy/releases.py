@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Query
+from sordino.core import SAMPLED, Adjacency, Kind, Query
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, plan_mechanism, unbounded_sampling
+from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
 
 
 class QueryNoise(NamedTuple):
@@ -83,6 +83,11 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
         before = sum(plan.stage_rounds[:stage])
         rounds = min(max((plan.rounds if done is None else done) - before, 0), plan.stage_rounds[stage])
         return np.full(plan.clients, rounds * query.calls), np.ones(plan.clients)
+    if paths := _stream_paths(plan).get((stage, query.kind)):
+        stop = (plan.rounds if done is None else done) - sum(plan.stage_rounds[:stage])
+        over = [int(np.searchsorted(path.attended, stop)) for path in paths]
+        squares = [path.squares[k] for path, k in zip(paths, over, strict=True)]
+        return np.array(over).clip(max=1), np.sqrt(squares)
     table = participation_table(plan, stage, done)
     if not mechanism.spans_rounds:
         return table.sum(0) * query.calls, np.ones(plan.clients)
@@ -96,6 +101,37 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
             own = not plan.only_sums_visible
             factors[key] = mechanism.sensitivity_factor(attended, own) if factor is None else factor
     return table.sum(0) if drawn else table.any(0).astype(int), np.array([factors[key] for key in keys])
+
+
+class StreamPath(NamedTuple):
+    """What a stream of noise costs one client, round by round."""
+
+    attended: np.ndarray  # its rounds of the stage
+    squares: np.ndarray  # squared factors on its sensitivity: entry k after the first k of them
+
+
+@memoised
+def _stream_paths(plan: Plan) -> dict[tuple[int, Kind], list[StreamPath]]:
+    """By stage and query, one path per client, for streams that give all prefixes at once and have no minibatches."""
+    paths: dict[tuple[int, Kind], list[StreamPath]] = {}
+    for stage, _, query in noised_queries(plan):
+        mechanism = mechanism_of(query.noise)
+        if not mechanism.spans_rounds or (sampling_rates(plan, query) < 1).any():
+            continue
+        known: dict[bytes, StreamPath] = {}  # clients that take part in the same rounds share one
+        clients = []
+        for column in participation_table(plan, stage).T:
+            key = np.packbits(column).tobytes()
+            if key not in known:
+                attended = np.flatnonzero(column)
+                squares = mechanism.squared_factors(attended, own=not plan.only_sums_visible)
+                if squares is None:
+                    break
+                known[key] = StreamPath(attended, squares)
+            clients.append(known[key])
+        if len(clients) == plan.clients:
+            paths[stage, query.kind] = clients
+    return paths
 
 
 def visible(plan: Plan, noise: QueryNoise) -> tuple[np.ndarray, np.ndarray]:

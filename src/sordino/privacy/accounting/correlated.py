@@ -140,7 +140,10 @@ def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
 
 def _check(rounds: int) -> None:
     if not 1 <= rounds <= MOST_CORRELATED_ROUNDS:
-        raise SordinoError(f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} for correlated noise.")
+        raise SordinoError(
+            f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} for correlated noise with dense "
+            "factors; mechanism = inverse-root serves more."
+        )
 
 
 def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Divisor, Trust, Unit
+from sordino.core import SAFETY, Adjacency, Divisor, Noise, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.subsampled import Sampler
 from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.laws import mechanism_of
@@ -159,6 +160,7 @@ def certificate(
                 "step": level.step,
                 "dimension": level.dimension,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
+                **_factor(level.query.noise),
             }
             for level in noises
         ],
@@ -277,6 +279,11 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
 
 def _drawn_for(plan: Plan) -> str:
     return "epoch" if plan.sampling.kind == Sampler.ALLOCATION else "answer"
+
+
+def _factor(noise: Noise | None) -> dict[str, Any]:
+    """What `verify` needs to compute the sensitivity of a stream by itself, where it can."""
+    return {"factor": {"inverse_band": noise.bands, "rounds": noise.rounds}} if isinstance(noise, InverseRoot) else {}
 
 
 def _sampler(plan: Plan) -> dict[str, str]:

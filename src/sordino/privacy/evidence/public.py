@@ -73,6 +73,8 @@ CERTIFICATE: Mapping[str, str] = {
     "queries[].step": PLAN,
     "queries[].dimension": PLAN,
     "queries[].bound": WORDS,
+    "queries[].factor.inverse_band": PLAN,
+    "queries[].factor.rounds": PLAN,
     "worst_client": ACCOUNT,
     "groups[].clients": "Numbers of clients, by account.",
     "groups[].count": "Numbers of clients, by account.",

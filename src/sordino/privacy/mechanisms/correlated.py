@@ -1,4 +1,4 @@
-"""Gaussian noise that is correlated over the rounds of a stage: trees and banded matrices."""
+"""Gaussian noise that is correlated over the rounds of a stage: trees, banded matrices and banded inverses."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import numpy as np
 
 from sordino.core import Correlated, Noise, Stream
 from sordino.errors import SordinoError
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.random import Address, Source
@@ -60,6 +61,48 @@ class CorrelatedGaussian(Mechanism):
         return draw(source, [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)], shape)
 
 
+class InverseRootGaussian(Mechanism):
+    """Release t carries a combination of the draws of the last rounds, which are derived again."""
+
+    name = CorrelatedGaussian.name
+    spans_rounds = True
+
+    def __init__(self, noise: InverseRoot) -> None:
+        super().__init__(noise)
+        self.factors = noise
+
+    @property
+    def carried(self) -> bool:
+        return self.factors.bands > 1
+
+    @property
+    def most_rounds(self) -> float:
+        return self.factors.rounds
+
+    def over(self, rounds: int) -> Noise:
+        if rounds > self.factors.rounds:
+            raise SordinoError(f"rounds: the noise was factorised for {self.factors.rounds} rounds, not {rounds}.")
+        return self.factors if rounds == self.factors.rounds else InverseRoot(self.factors.bands, rounds)
+
+    def mixing(self, rounds: int) -> np.ndarray:
+        return InverseRoot(self.factors.bands, rounds).decoder
+
+    def sensitivity_factor(self, rounds: np.ndarray, own: bool) -> float:
+        return self.factors.released_sensitivity(rounds) if own else self.factors.sensitivity(rounds)
+
+    def squared_factors(self, rounds: np.ndarray, own: bool) -> np.ndarray:
+        return self.factors.released_squares(rounds) if own else self.factors.squares(rounds)
+
+    def separate_factor(self, rounds: np.ndarray) -> float | None:
+        # No column of the encoder ends, so two rounds always share rows.
+        return self.factors.sensitivity(rounds[:1]) if len(rounds) <= 1 or not self.carried else None
+
+    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+        # A draw has the address of its round: an index has 16 bits, which are too few for all rounds of a stage.
+        row = self.factors.coefficients[: at.round - first + 1]
+        return draw(source, [(d, at._replace(round=at.round - j, index=0)) for j, d in enumerate(row)], shape)
+
+
 class StreamedGaussian(Mechanism):
     """Correlated noise whose factors follow from the number of rounds; `over` gives them."""
 
@@ -71,7 +114,12 @@ class StreamedGaussian(Mechanism):
         self.stream = noise
 
     def over(self, rounds: int) -> Noise:
-        return CorrelatedGaussian(self.stream.over(rounds)).over(rounds)
+        factors = self.stream.over(rounds)
+        if isinstance(factors, InverseRoot):
+            return InverseRootGaussian(factors).over(rounds)
+        if not isinstance(factors, Correlated):
+            raise SordinoError(f"noise: the factors of a stream are Correlated, not {type(factors).__name__}.")
+        return CorrelatedGaussian(factors).over(rounds)
 
     def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
         raise SordinoError("noise: the factors of a stream follow from its rounds; take the plan's stages.")

@@ -26,9 +26,11 @@ import numpy as np
 
 from sordino.core import Correlated, Independent, Noise, Stream
 from sordino.errors import SordinoError
+from sordino.privacy.accounting.correlated import MOST_CORRELATED_ROUNDS
 from sordino.privacy.accounting.events import EVENTS, DiscreteGaussian, SmoothedDiscreteGaussian
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms import discrete_gaussian
-from sordino.privacy.mechanisms.correlated import CorrelatedGaussian, StreamedGaussian
+from sordino.privacy.mechanisms.correlated import CorrelatedGaussian, InverseRootGaussian, StreamedGaussian
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.mechanisms.quantization import Integers
@@ -121,9 +123,23 @@ class CorrelatedNoise(CorrelatedGaussian):
         return EncodedDiscreteGaussianNoise(self.factors, integers)
 
 
+class InverseRootNoise(InverseRootGaussian):
+    """The same noise; under secure aggregation, fresh integer noise on encoded answers."""
+
+    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+        if self.factors.rounds > MOST_CORRELATED_ROUNDS:
+            raise SordinoError(
+                f"rounds: under secure aggregation a site keeps its answers of all rounds of a stream, and rounding is "
+                f"accounted for up to {MOST_CORRELATED_ROUNDS:,} of them, not {self.factors.rounds:,}; use fewer "
+                "rounds, or untrusted-server."
+            )
+        return EncodedDiscreteGaussianNoise(Correlated(self.factors.encoder, self.factors.decoder), integers)
+
+
 NOISE_LAWS: dict[type[Noise], Build] = {
     Independent: GaussianNoise,
     Correlated: CorrelatedNoise,
+    InverseRoot: InverseRootNoise,
     Stream: StreamedGaussian,
 }
 

@@ -67,6 +67,13 @@ class Mechanism:
         """
         return 1.0
 
+    def squared_factors(self, rounds: np.ndarray, own: bool) -> np.ndarray | None:
+        """The squares of `sensitivity_factor`: entry k once the unit has taken part in the first k of its rounds.
+
+        None if the law has no quick way to all of them; then they are computed one by one, when they are needed.
+        """
+        return None
+
     def separate_factor(self, rounds: np.ndarray) -> float | None:
         """Where the law spans rounds: the factor on the sensitivity of each round, if every one of these rounds is a
         release by itself; None if they are not."""

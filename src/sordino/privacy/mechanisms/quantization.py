@@ -17,6 +17,7 @@ import numpy as np
 from sordino.core import Correlated, Method, Stage, Stream, keep
 from sordino.errors import SordinoError
 from sordino.privacy.accounting.concentrated import LEAST_SMOOTHED_VARIANCE
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 
 MOST_WRAP_PROBABILITY = 1e-9  # per round, that a coordinate of the sum leaves the range; it harms only accuracy
@@ -219,7 +220,7 @@ def _unproved(stage: Stage) -> str:
                 f"asks {query.calls} times per round, each time about a point that depends on the answer before. Under "
                 "masks that answer has only a part of the noise, and the sum of all messages is not linear in it"
             )
-    streams = [query for query in stage.queries if isinstance(query.noise, Correlated | Stream)]
+    streams = [query for query in stage.queries if isinstance(query.noise, Correlated | InverseRoot | Stream)]
     if streams and sum(query.noise is not None for query in stage.queries) > 1:
         return "releases other answers beside a stream of correlated noise, whose rows are not sent as they are"
     return ""
