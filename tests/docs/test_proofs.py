@@ -28,6 +28,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
 from sordino.privacy.accounting import allocation, concentrated, cover, gaussian, selection, subsampled
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.subsampled import SampledGaussian
 from sordino.privacy.evidence.spent import COPIES, REST, Charge, Choice, Spent, SpentByRuns
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
@@ -543,6 +544,55 @@ def test_the_rows_of_an_own_stream_are_one_release_of_their_covariance():
             assert bound <= noise.sensitivity(rounds)
             found.append(max(math.sqrt(np.trace(x.T @ inverse @ x)) for x in moves) / bound)
     assert 0.95 < max(found) <= 1 + 1e-9
+
+
+def test_the_earliest_rounds_are_the_worst_of_an_inverse_root():
+    """All patterns of at most three rounds, and of rounds so far apart, with all signs.
+
+    Mutants: rounds that are half as far apart as they may be said to be, and an encoder whose coefficients increase.
+    """
+    rounds = 9
+    patterns = [np.flatnonzero(bits) for bits in itertools.product((False, True), repeat=rounds)]
+
+    def worst(encoder, separation, most):
+        found = 0.0
+        for pattern in patterns:
+            if 0 < len(pattern) <= most and (np.diff(pattern) >= separation).all():
+                signs = np.array(list(itertools.product((-1.0, 1.0), repeat=len(pattern))))
+                found = max(found, np.linalg.norm(signs @ encoder[:, pattern].T, axis=1).max())
+        return found
+
+    for bands in (1, 2, 4, 9):
+        noise = InverseRoot(bands, rounds)
+        for separation, most in itertools.product((1, 2, 3, 4), (1, 2, 3, rounds)):
+            claimed = noise.worst_sensitivity(separation, most)
+            assert claimed == pytest.approx(worst(noise.encoder, separation, most), rel=1e-12)
+    assert worst(noise.encoder, 2, rounds) > 1.1 * noise.worst_sensitivity(4)
+    rising = np.array([0.1, 1.0, *[0.0] * 7])
+    encoder = sum(c * np.eye(rounds, k=-k) for k, c in enumerate(rising))
+    early = np.linalg.norm(encoder[:, ::2].sum(1))
+    assert worst(encoder, 1, 5) > 1.05 * early
+    assert worst(encoder, 2, 5) <= early * (1 + 1e-12)
+
+
+def test_coefficients_of_an_inverse_root_never_increase():
+    """For the floats that are used, in fractions; a coefficient that is changed breaks it."""
+    for bands in (2, 5, 20):
+        d = [Fraction(float(x)) for x in InverseRoot(bands, 40).coefficients]
+
+        def encoder(d):
+            c = [Fraction(1)]
+            for t in range(1, 40):
+                c.append(-sum(d[j] * c[t - j] for j in range(1, min(t, len(d) - 1) + 1)))
+            return c
+
+        c = encoder(d)
+        assert all(0 <= later <= earlier for earlier, later in itertools.pairwise(c))
+        exact = sum(x * x for x in c)
+        claimed = InverseRoot(bands, 40).squares(np.array([0]))[-1]
+        assert exact <= Fraction(float(claimed)) <= exact * (1 + Fraction(2, 10**12))
+    mutant = encoder([d[0], d[1], Fraction(-3, 4), *d[3:]])
+    assert any(later > earlier for earlier, later in itertools.pairwise(mutant))
 
 
 def test_a_minibatch_moves_the_rows_of_its_column_together():

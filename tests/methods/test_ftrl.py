@@ -22,6 +22,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
+from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
@@ -36,6 +37,7 @@ MECHANISMS = {
     "schedule": {"mechanism": "schedule"},
     "banded": {"mechanism": "banded", "band": 3},
     "tree": {},
+    "inverse": {"mechanism": "inverse-root", "inverse_band": 3},
     "restarted": {"restart": 3},
     "below": {"honaker": "below"},
     "plain": {"honaker": "none"},
@@ -145,6 +147,7 @@ def test_every_mechanism_has_its_factors(rounds):
         "independent": correlated.independent(rounds),
         "schedule": correlated.schedule(rounds),
         "banded": correlated.banded(rounds, 3),
+        "inverse": InverseRoot(3, rounds),
         "tree": correlated.least_squares(trees["plain"]),
         "restarted": correlated.least_squares(restarted),
         **trees,
@@ -354,6 +357,68 @@ def test_the_ledger_s_rows_add_up_to_the_stream():
         np.testing.assert_allclose(
             spending.mu_after_each_round(plan), [spending.mu(plan, done) for done in range(1, 8)], rtol=1e-9
         )
+
+
+@pytest.mark.parametrize(
+    ("trust", "participation"), [(PC, "cyclic:2"), (PC, "fixed:2"), (SA, "cyclic:2"), (SA, "full")]
+)
+def test_the_ledger_s_rows_of_an_inverse_root_add_up_to_the_stream(trust, participation):
+    """The rows of a client pay for what is seen before its next round, so a run that stops has paid for all of it."""
+    plan = plan_for(
+        rounds=9,
+        participation=participation,
+        trust=trust,
+        divisor="client-mean",
+        mechanism="inverse-root",
+        inverse_band=4,
+    )
+    for i in range(3):
+        rows = [e for t in range(9) if i in plan.cohorts[t] for e in charges(plan, i, t, "run")]
+        assert gaussian.mu_of((e.sensitivity, e.std, e.times) for e in rows) == pytest.approx(claimed_mu(plan, i))
+    after = spending.mu_after_each_round(plan)
+    np.testing.assert_allclose(after, [spending.mu(plan, done) for done in range(1, 10)], rtol=1e-9)
+    (level,) = calibration.query_noises(plan)
+    noise, unit = noise_of(plan), level.sensitivity[0] / level.std[0]
+    for done in range(1, 10):  # what rows of the stream before `done` show of the client that they show most of
+        seen = []
+        for i in range(3):
+            mine = np.array([t for t in range(done) if i in plan.cohorts[t]], dtype=int)
+            if trust is SA:
+                encoder = noise.encoder[:done, mine].sum(1)
+                seen.append(level.weight[i] / level.weight.max() * unit * np.linalg.norm(encoder))
+            elif len(mine):
+                rows = noise.decoder[mine]
+                ones = np.ones(len(mine))
+                own = ones @ np.linalg.solve(rows @ rows.T, ones)
+                seen.append(level.sensitivity[i] / level.std[i] * math.sqrt(own))
+        assert max(seen) <= after[done - 1] * (1 + 1e-9)
+        assert max(seen) > 0.6 * after[done - 1]
+
+
+def test_streams_of_more_rounds_than_dense_factors_have_are_inverse_roots():
+    long = plan_for((5,) * 10, 5000, "cyclic:10", SA)
+    assert noise_of(long) == InverseRoot(128, 5000)
+    assert spending.mu(long) == pytest.approx(gaussian.mu(2.0, 1e-5), rel=1e-6)
+    assert isinstance(noise_of(plan_for(rounds=4096, mechanism="inverse-root")), InverseRoot)
+    for options, word in (({"mechanism": "tree"}, "inverse-root"), ({"mechanism": "banded"}, "inverse-root")):
+        with pytest.raises(SordinoError, match=word):
+            plan_for(rounds=5000, **options)
+    with pytest.raises(SordinoError, match="inverse_band"):
+        build("dp-ftrl", inverse_band=0)
+
+
+def test_both_engines_draw_the_same_inverse_root_and_a_resumed_run_continues_it(records):
+    plan = plan_for(records.sizes, 12, "cyclic:2", SA, mechanism="inverse-root", inverse_band=5)
+    rounds = [list(run(plan, MODEL, records, Seeded(4))) for run in (reference.run, simulate.run)]
+    for one, other in zip(*rounds, strict=True):
+        torch.testing.assert_close(one.model, other.model, rtol=1e-6, atol=1e-6)
+    checkpoint = rounds[1][6].checkpoint
+    again = list(simulate.run(plan, MODEL, records, Seeded(4), start=7, checkpoint=checkpoint))
+    assert [r.t for r in again] == list(range(7, 12))
+    for one, other in zip(again, rounds[1][7:], strict=True):
+        assert torch.equal(one.model, other.model)
+    with pytest.raises(SordinoError, match="resume"):
+        list(simulate.run(plan, MODEL, records, Secure(), start=7, checkpoint=checkpoint))
 
 
 def test_coins_are_refused_unless_nothing_is_claimed():

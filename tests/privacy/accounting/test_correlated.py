@@ -10,6 +10,7 @@ from sordino.core import Correlated
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.accounting.correlated import (
+    MOST_CORRELATED_ROUNDS,
     banded,
     independent,
     least_squares,
@@ -18,6 +19,7 @@ from sordino.privacy.accounting.correlated import (
     schedule,
     tree,
 )
+from sordino.privacy.accounting.inverse_root import InverseRoot
 
 EXACT = 1e-9  # relative: the factors are products of few float64 numbers
 T = 70
@@ -25,6 +27,7 @@ ALL = np.arange(T)
 CYCLES = [np.arange(r, T, 10) for r in range(10)]  # who takes part in every tenth round
 
 BUILDERS = {
+    "inverse root": lambda rounds: InverseRoot(4, rounds),
     "independent": independent,
     "schedule": schedule,
     "plain tree": lambda rounds: tree(rounds, honaker=False),
@@ -239,6 +242,51 @@ def test_published_sensitivity_of_restarts_and_completion():
     small = tree(21, restart=10, complete=True).encoder  # the same nodes make up the encoder
     spans = np.concatenate(levels(10, complete=True))
     np.testing.assert_array_equal(small[: len(spans), :10].sum(1), spans[:, 1] - spans[:, 0])
+
+
+# -------------------------------------------------------------------------------------------------- inverse roots
+
+
+def test_all_coefficients_of_an_inverse_root_square_to_differences():
+    decoder = InverseRoot(T, T).decoder
+    differences = np.eye(T) - np.eye(T, k=-1)
+    np.testing.assert_allclose(decoder @ decoder, differences, atol=EXACT)
+    cut = InverseRoot(10, T)
+    np.testing.assert_array_equal(cut.decoder[:10], decoder[:10])
+    assert not cut.decoder[10:, 0].any()
+
+
+@pytest.mark.parametrize(("bands", "rounds"), [(1, 12), (3, 40), (17, 40), (40, 40), (64, 20)])
+def test_squares_of_inverse_roots_against_dense_factors(bands, rounds):
+    noise, rng = InverseRoot(bands, rounds), np.random.default_rng(5)
+    dense = Correlated(noise.encoder, noise.decoder)
+    np.testing.assert_allclose(dense.encoder @ dense.decoder, np.eye(rounds), atol=EXACT)
+    for chance in (0.05, 0.3, 0.8):
+        attended = np.flatnonzero(rng.random(rounds) < chance)
+        if not len(attended):
+            continue
+        assert noise.sensitivity(attended) == pytest.approx(dense.sensitivity(attended), rel=EXACT)
+        assert noise.sensitivity(attended) >= dense.sensitivity(attended) * (1 - 1e-14)
+        for k in range(1, len(attended) + 1):
+            stop = attended[k] if k < len(attended) else rounds
+            rows = np.linalg.norm(dense.encoder[:stop, attended[:k]].sum(1)) ** 2
+            assert noise.squares(attended)[k] == pytest.approx(rows, rel=EXACT)
+            seen = dense.decoder[attended[:k]]
+            inverse = np.linalg.inv(seen @ seen.T)
+            assert inverse.min() > -EXACT
+            assert noise.released_squares(attended)[k] == pytest.approx(inverse.sum(), rel=1e-7)
+
+
+def test_running_sums_of_an_inverse_root_have_its_variances():
+    noise = InverseRoot(6, 30)
+    np.testing.assert_allclose(noise.prefix_variances(), variances(noise), rtol=EXACT)
+
+
+def test_an_inverse_root_of_many_rounds_stores_no_matrix():
+    noise = InverseRoot(32, 200_000)
+    assert noise.worst_sensitivity(1000) > noise.worst_sensitivity(1000, 3) > noise.sensitivity(np.array([0])) > 1
+    with pytest.raises(SordinoError, match=f"{MOST_CORRELATED_ROUNDS:,}"):
+        _ = noise.encoder
 
 
 # ------------------------------------------------------------------------------------------------- least squares
