@@ -112,6 +112,31 @@ def test_a_site_that_missed_rounds_reads_why_its_ledger_shows_less():
     assert "its ledger charges only" not in statement(cert)
 
 
+@pytest.mark.parametrize(
+    ("participation", "trust", "computed"),
+    [
+        ("full", "untrusted-server", True),
+        ("cyclic:2", "secure-aggregation", True),
+        ("cyclic:2", "untrusted-server", False),
+    ],
+)
+def test_the_sensitivity_of_an_inverse_root_is_computed_again(participation, trust, computed):
+    """Mutants: a smaller sensitivity with the mu that follows from it, and another number of bands."""
+    method = build("dp-ftrl", mechanism="inverse-root", inverse_band=3)
+    cert = made(plan_for(method, participation, trust=Trust(trust)))
+    assert verify(cert).problems == []
+    assert bool(verify(cert).assumed) != computed
+    for key, value in (("inverse_band", 4), ("inverse_band", 1)):
+        forged = json.loads(json.dumps(cert))
+        forged["queries"][0]["factor"][key] = value
+        assert any("sensitivity" in problem for problem in verify(forged).problems) == computed
+    forged = json.loads(json.dumps(cert))
+    for group in forged["groups"]:
+        for release in group["releases"]:
+            release["sensitivity"] *= 0.99
+    assert any("the sensitivity is" in problem for problem in verify(forged).problems) == computed
+
+
 def test_stages_streams_and_lemmas_are_told_and_confirmed():
     def compute(ask, broadcast, memory, cache):
         return ask.gradient(broadcast.theta)

@@ -117,7 +117,7 @@ class InverseRoot(Noise):
         if not error < MOST_ERROR:
             return whole
         own = np.concatenate([[0.0], np.cumsum(moved**2)]) * (1 + self._slack) / (1 - error)
-        return np.minimum(own, whole)
+        return np.asarray(np.minimum(own, whole))
 
     def sensitivity(self, rounds: np.ndarray) -> float:
         """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
