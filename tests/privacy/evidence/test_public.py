@@ -22,6 +22,7 @@ RUNS = {
     "amplified": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", *COHORT],
     "sampled": ["--data", "FILE", "--label", "label", "--partition", "iid", "--batch", "poisson:60", "--clients", "3"],
     "stream": ["--data", "FILE", "--label", "label", "--partition", "iid", "--method", "dp-ftrl", "--clients", "3"],
+    "long stream": [*TABLE, "--method", "dp-ftrl", "--set", "mechanism=inverse-root"],
     "secure": ["--data", "FILE", "--label", "label", "--partition", "iid", "--trust", "secure-aggregation"],
     "statistics": ["--data", "FILE", "--label", "label", "--partition", "iid", "--public-stats", "STATS"],
     "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
