@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Kind, Privacy, Stream, Trust, Unit
+from sordino.core import Correlated, Kind, Privacy, Stream, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
@@ -25,6 +25,7 @@ from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.evidence.charges import charges
 from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -421,6 +422,19 @@ def test_both_engines_draw_the_same_inverse_root_and_a_resumed_run_continues_it(
         list(simulate.run(plan, MODEL, records, Secure(), start=7, checkpoint=checkpoint))
 
 
+def test_integers_of_an_inverse_root_are_those_of_its_dense_factors(records):
+    options = {"mechanism": "inverse-root", "inverse_band": 3}
+    short = replace(plan_for(records.sizes, 6, trust=SA, **options), integers=Integers(MODEL.size))
+    noise = noise_of(short)
+    (stage,) = short.method.stages
+    dense = replace(stage.queries[0], noise=Correlated(noise.encoder, noise.decoder))
+    other = replace(short, method=short.method._replace(stages=(stage._replace(queries=(dense,)),)))
+    assert spending.epsilon(short) == pytest.approx(spending.epsilon(other), rel=1e-9)
+    torch.testing.assert_close(path(short, records, Seeded(2)), path(other, records, Seeded(2)), rtol=1e-9, atol=1e-9)
+    with pytest.raises(SordinoError, match="a site keeps its answers"):
+        replace(plan_for(records.sizes, 5000, trust=SA, **options), integers=Integers(MODEL.size))
+
+
 def test_coins_are_refused_unless_nothing_is_claimed():
     """A client that a coin calls may come twice within a band: its price is right for the schedule that was drawn, but
     nothing is few by design."""
@@ -670,4 +684,4 @@ def test_bad_options_are_named(options, message):
 
 def test_too_many_rounds_for_a_dense_matrix():
     with pytest.raises(SordinoError, match="rounds: 5000 must lie between 1 and 4096"):
-        plan_for(rounds=5000)
+        plan_for(mechanism="tree", rounds=5000)
