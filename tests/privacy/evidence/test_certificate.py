@@ -405,7 +405,9 @@ def test_clients_whose_epsilons_look_alike_are_not_told_apart():
     cert = made(plan_for(build("dp-fedgd")))
     group = cert["groups"][0]
     alike = {**cert, "groups": [group, {**group, "epsilon": group["epsilon"] * (1 - 1e-9)}]}
-    assert "All clients have the same ε, to four digits:" in statement(alike)
+    assert "All clients have the same ε:\n\n| clients | records of each | ε |\n|---|---|---|\n| all |" in statement(
+        alike
+    )
     other = {**cert, "groups": [group, {**group, "epsilon": group["epsilon"] / 2}]}
     assert "the client with the largest ε" in statement(other)
     assert "All clients have the same ε:" in statement({**cert, "groups": [group]})

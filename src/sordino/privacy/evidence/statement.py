@@ -42,7 +42,12 @@ SOURCE = {
     "seeded": "seeded: not private",
     "noiseless": "none",
 }
-RELEASED = {"gram": "table of products of its features", "tally": "entry in the table of counts"}
+RELEASED = {
+    "gradient": "contribution to a training step (its gradient)",
+    "gram": "contribution to the table of products of features",
+    "tally": "entry in the table of counts",
+    "calibration": "contribution to the calibration of risks",
+}
 
 # Published anchors: how others judge or set epsilon.
 TIERS = (
@@ -100,6 +105,8 @@ def statement(cert: Mapping[str, Any]) -> str:
 {_use(cert)}
 
 ## How it was done
+
+What one {unit} adds was limited, and random noise was added that hides so much. For specialists:
 
 {_bullets(_steps(cert))}
 
@@ -227,10 +234,13 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     rows = [f"| {_short(g['clients'])} | {_span(g['records'])} | {g['epsilon']:.4g} |" for g in groups[:MOST_GROUPS]]
     if len(groups) > MOST_GROUPS:
         rows.append(f"| {len(groups) - MOST_GROUPS} more groups: see certificate.json | | |")
-    table = "\n".join(rows)
     alike = len({f"{group['epsilon']:.4g}" for group in groups}) == 1
+    if alike and len(groups) > 1:
+        sizes = [size for group in groups for size in group["records"] or ()]
+        rows = [f"| all | {_span([min(sizes), max(sizes)] if sizes else None)} | {epsilon:.4g} |"]
+    table = "\n".join(rows)
     whose = (
-        "All clients have the same ε" + (", to four digits" if len(groups) > 1 else "")
+        "All clients have the same ε"
         if alike
         else f"The figures above are those of the client with the largest ε, {_name(cert['worst_client'], names)}. "
         "Every client's own"
@@ -293,7 +303,7 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
         *bounds,
         _noise(cert),
         f"Clients in each round: {sampler['clients']}. {_of_each_client(cert)} in a round: {sampler['records']}. "
-        f"Privacy amplification by sampling: {sampler['amplification']}.",
+        f"Privacy gained by drawing at random (amplification by sampling): {sampler['amplification']}.",
         f"Source of the noise: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
     ]
 
