@@ -67,7 +67,6 @@ from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 
 RUNS = 30_000  # per data set
-SAMPLED_RUNS = 10_000  # the same with minibatches, which are drawn run by run
 LEMMA_RUNS = 20_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
 FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
@@ -315,7 +314,7 @@ def estimate(
 
 def default_runs(plan: Plan) -> int:
     """Runs per data set, of an audit of this plan."""
-    return LEMMA_RUNS if _proved_by_lemma(plan.method) else SAMPLED_RUNS if _samples(plan) else RUNS
+    return LEMMA_RUNS if _proved_by_lemma(plan.method) else RUNS
 
 
 def one_run(
