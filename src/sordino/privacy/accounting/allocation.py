@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import numpy as np
 import scipy  # its parts are imported when they are used
-from scipy.special import ndtr, ndtri
 
 Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
@@ -78,7 +77,7 @@ def _from_sum(bins: int, rounds: int, mu: float, way: str, cut: float, share: fl
     """
     std = math.sqrt(math.expm1(mu * mu))
     level = cut / 4 if way == "remove" else 1e-9
-    top = math.exp(mu * ((mu if way == "remove" else 0.0) - float(ndtri(level))) - mu * mu / 2)
+    top = math.exp(mu * ((mu if way == "remove" else 0.0) - float(scipy.special.ndtri(level))) - mu * mu / 2)
     reach = rounds + 12 * std * math.sqrt(rounds) + 1.2 * top
     if way == "add":  # larger ratios are rare, and may be rounded down
         reach = min(reach, max(8.0 * bins, share * std * cells))
@@ -106,7 +105,7 @@ def _from_sum(bins: int, rounds: int, mu: float, way: str, cut: float, share: fl
         infinite = float(masses[0]) if rounds == bins else 0.0
         keep = ratios > 0
         return Law(-np.log(ratios[keep])[::-1], masses[keep][::-1], infinite)
-    infinite = rounds / bins * float(ndtr(mu - z[-1])) + _beyond(values, first, mass, rounds, h * size)
+    infinite = rounds / bins * float(scipy.special.ndtr(mu - z[-1])) + _beyond(values, first, mass, rounds, h * size)
     keep = ratios > 0
     return Law(np.log(ratios[keep]), masses[keep], infinite)
 
@@ -124,7 +123,7 @@ def _beyond(values: Array, first: Array, mass: Array, rounds: int, last: float) 
 
 def _cells(z: Array) -> tuple[Array, Array]:
     """The standard normal's masses between successive z, each from the smaller tail, and a bound on their rounding."""
-    below, above = ndtr(z), ndtr(-z)
+    below, above = scipy.special.ndtr(z), scipy.special.ndtr(-z)
     right = z[:-1] > -z[1:]
     mass = np.where(right, above[:-1] - above[1:], below[1:] - below[:-1])
     return np.maximum(mass, 0.0), 8 * _UNIT * np.where(right, above[:-1], below[1:])
@@ -206,7 +205,7 @@ def replaced(alpha: float, bins: int, rounds: int, mu: float, cut: float, share:
       The bound.
     """
     constant = (bins - rounds) * (1 - alpha)
-    ends = (-mu - _LEAST, mu - float(ndtri(cut)))
+    ends = (-mu - _LEAST, mu - float(scipy.special.ndtri(cut)))
     low, top = (float(_term(np.array(end), alpha, mu)) for end in ends)
     z = np.linspace(*ends, 500)  # of a quadrature that only places the grid
     log_p, d = -z * z / 2 + math.log((z[1] - z[0]) / math.sqrt(2 * math.pi)), _term(z, alpha, mu)
@@ -246,8 +245,8 @@ def _replaced_on_grid(
     mass = np.zeros(len(values))
     mass[:-1] += m + m_slack - up
     mass[1:] += up
-    mass[-1] += float(ndtr(-z[-1]))
-    beyond = float(ndtr(mu - z[-1]))  # at least E[(D - top)_+]
+    mass[-1] += float(scipy.special.ndtr(-z[-1]))
+    beyond = float(scipy.special.ndtr(mu - z[-1]))  # at least E[(D - top)_+]
     with np.errstate(divide="ignore"):
         log_mass = np.log(mass)
     k = _log_sum(log_mass + theta * values)
