@@ -55,13 +55,24 @@ def read() -> dict[tuple[str, ...], list[Any]]:
     return {tuple(row[: len(NAMES)]): row for row in document["rows"]} if "rows" in document else {}
 
 
-def write(rows: list[list[Any]], one_run: list[list[float]] | None = None) -> None:
+def write(rows: list[list[Any]], one_run: list[list[float]] | None = None, again: bool = False) -> None:
+    """Write the rows, and how many of them are of which commit: pieces of the work may lie between changes."""
     path = RESULTS / "audit.json"
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     kept = one_run or (before.get("one_run") if isinstance(before, dict) else None)
+    found = provenance(COMMAND)
+    commits = {} if again else dict(before.get("rows_of_commits", {}))
+    commits[found["commit"]] = commits.get(found["commit"], 0) + len(rows) - sum(commits.values())
     lines = ",\n".join(json.dumps(row, separators=(",", ":")) for row in rows)
     head = json.dumps(
-        {"provenance": provenance(COMMAND), "delta": 1e-5, "confidence": 0.95, "columns": COLUMNS, "one_run": kept}
+        {
+            "provenance": found,
+            "rows_of_commits": commits,
+            "delta": 1e-5,
+            "confidence": 0.95,
+            "columns": COLUMNS,
+            "one_run": kept,
+        }
     )
     (RESULTS / "audit.json").write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
 
@@ -91,7 +102,8 @@ def measure(seconds: float, again: bool) -> int:
         rounded = [round(value, 4) if isinstance(value, float) else value for value in values]
         known[key(job)] = [*key(job), *rounded, round(time.process_time() - start, 1)]
         print(*known[key(job)], flush=True)
-        write([known[key(each)] for each in wanted if key(each) in known])
+        write([known[key(each)] for each in wanted if key(each) in known], again=again)
+        again = False
     write([known[key(each)] for each in wanted if key(each) in known])
     return sum(key(job) not in known for job in wanted)
 
@@ -105,6 +117,7 @@ def page() -> str:
     rows = [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
     parts = (
         summary(rows, len(jobs()) - len(rows)),
+        commits(document),
         by_method(rows),
         below(rows),
         one_run(document),
@@ -174,6 +187,11 @@ def by_method(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield ""
 
 
+def commits(document: dict[str, Any]) -> Iterator[str]:
+    told = [f"{count} of commit {commit[:7]}" for commit, count in document["rows_of_commits"].items()]
+    yield f"Rows: {', '.join(told)}.\n"
+
+
 def below(rows: list[dict[str, Any]]) -> Iterator[str]:
     weak = [row for row in rows if lower(row) < GOAL * row["certified"]]
     if not weak:
@@ -188,7 +206,7 @@ def below(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
     yield (
         "\nThe bounds of `calibrate` are low because no single record moves all of its queries (gradients, intercepts, "
-        "slope) as far as each may move; those with a reach near 100 % are low because of the number of runs.\n"
+        "slope) as far as each may move, and because of the number of runs.\n"
     )
 
 
