@@ -231,6 +231,8 @@ class Model(Protocol):
         has several rows per person, the terms are sums over the records of each person."""
         ...
 
+    # A model that serves other laws of clipping than flat has a method check_clipping(clipping), which refuses what it
+    # does not serve, and takes clipped_sum(…, clipping=…).
     # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
@@ -379,6 +381,84 @@ class Lemma:
 
 LEAST_CLIP = 1e-12  # numbers near the end of floats have too few digits to keep a bound
 SAFETY = 2.0**-14  # clips are enforced this much below their nominal value, which pays for rounding: docs/numerics.md
+CLIPPING_LAWS = ("flat", "per-layer", "automatic")
+LEAST_GAMMA, MOST_GAMMA, USUAL_GAMMA = 1e-6, 1e6, 0.01
+MOST_LAYER_RATIO = 1e6  # of the largest bound of a layer to the smallest
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """How a record's gradient g is brought within the clip C. Its L2 norm is at most C in every case.
+
+    - `flat`: g min(1, C / |g|), with the norm over all parameters.
+    - `per-layer`: the part g_l of each layer is clipped to its own c_l. C is sqrt(sum of c_l^2). A layer is a module
+      with its weight and bias.
+    - `automatic`: g C / (|g| + gamma) (AUTO-S of Bu et al. 2023, arXiv 2206.07136). Short gradients are lengthened, so
+      the direction of a sum is biased.
+
+    Args:
+        law: One of `CLIPPING_LAWS`.
+        layers: For `per-layer`, the bounds c_l in proportion, in the order of the layers. Empty: all are equal.
+        gamma: For `automatic`, what is added to the norm.
+
+    Raises:
+        SordinoError: The law is unknown, or a number is out of its range.
+
+    Example:
+        >>> Clipping.parse("per-layer:3,4").bounds(10.0, 2)
+        (6.0, 8.0)
+        >>> str(Clipping.parse("automatic"))
+        'automatic:0.01'
+    """
+
+    law: str = "flat"
+    layers: tuple[float, ...] = ()
+    gamma: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_known("clipping", self.law, CLIPPING_LAWS)
+        if self.layers and (self.law != "per-layer" or not 0 < max(self.layers) <= MOST_LAYER_RATIO * min(self.layers)):
+            raise SordinoError(
+                f"clipping: {self} must list one positive number per layer, the largest at most {MOST_LAYER_RATIO:g} "
+                "times the smallest; other laws have none."
+            )
+        if self.law == "automatic" and not LEAST_GAMMA <= self.gamma <= MOST_GAMMA:
+            raise SordinoError(
+                f"clipping: gamma {self.gamma:g} must lie in [{LEAST_GAMMA:g}, {MOST_GAMMA:g}]; {USUAL_GAMMA} is usual."
+            )
+        if self.law != "automatic" and self.gamma:
+            raise SordinoError(f"clipping: gamma belongs to automatic, not to {self.law}.")
+
+    @staticmethod
+    def parse(text: str) -> Clipping:
+        """From `flat`, `per-layer`, `per-layer:1,2,1`, `automatic` or `automatic:0.01`."""
+        law, _, rest = text.partition(":")
+        try:
+            numbers = tuple(float(number) for number in rest.split(",")) if rest else ()
+        except ValueError:
+            numbers = (math.nan,)
+        if law == "automatic" and len(numbers) <= 1:
+            return Clipping(law, gamma=numbers[0] if numbers else USUAL_GAMMA)
+        if not all(map(math.isfinite, numbers)) or (numbers and law in ("automatic", "flat")):
+            raise SordinoError(f"clipping: '{text}' is not read; write per-layer, per-layer:1,2,1 or automatic:0.01.")
+        return Clipping(law, numbers)
+
+    def __str__(self) -> str:
+        numbers = self.layers or ((self.gamma,) if self.gamma else ())
+        return ":".join([self.law, *[",".join(repr(number).removesuffix(".0") for number in numbers)] * bool(numbers)])
+
+    def bounds(self, clip: float, layers: int) -> tuple[float, ...]:
+        """The bound of each layer, or of all together; the squares add up to the square of the clip."""
+        if self.law != "per-layer":
+            return (clip,)
+        if len(self.layers or range(layers)) != layers:
+            raise SordinoError(f"clipping: {len(self.layers)} bounds for {layers} layers; give one per layer, or none.")
+        parts = self.layers or (1.0,) * layers
+        whole = math.hypot(*parts)
+        return tuple(clip * part / whole for part in parts)
+
+
+FLAT_CLIPPING = Clipping()
 
 
 @dataclass(frozen=True)
@@ -397,6 +477,7 @@ class Query:
         noise: The noise law. None marks an answer that is used inside the client only: it is clipped and counted, and
             the message built from it must carry a noised DELTA query.
         joint: Number of answers about the same minibatch, which are then one release.
+        clipping: How a gradient is brought within the clip; the sensitivity is that of the clip in every case.
 
     Example:
         >>> query = Query(Kind.GRADIENT, clip=1.0)
@@ -412,6 +493,7 @@ class Query:
     bound: Lemma | None = None
     noise: Noise | None = Independent()
     joint: int = 1
+    clipping: Clipping = FLAT_CLIPPING
 
     def __post_init__(self) -> None:
         check_known("kind", str(self.kind), list(Kind))
@@ -424,6 +506,8 @@ class Query:
                 f"psd: terms of kind {self.kind} can point in opposite directions, so one for another costs 2 clips; "
                 "leave psd out."
             )
+        if self.clipping != FLAT_CLIPPING and (self.kind is not Kind.GRADIENT or not math.isfinite(self.clip)):
+            raise SordinoError(f"clipping: {self.clipping.law} is for gradients with a finite clip; leave it out.")
 
     def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
         """L2 sensitivity of one release of one client: a lemma's bound, or the clip, once or twice.

@@ -18,12 +18,12 @@ from mpmath import iv
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from sordino.core import SAFETY, Adjacency, Correlated, Shard
+from sordino.core import SAFETY, Adjacency, Clipping, Correlated, Shard
 from sordino.engines.oracle import clipped
 from sordino.errors import SordinoError
 from sordino.methods import admm
 from sordino.methods.ftrl import stream
-from sordino.models import arithmetic, outer
+from sordino.models import arithmetic, outer, per_example, torch_model
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
@@ -178,6 +178,37 @@ def test_a_clipped_term_is_as_short_as_promised(scale):
         lengths.append(exact_norm(model.clipped_sum(theta, shard, clip).flatten().tolist()))
     assert max(lengths) <= most
     assert scale < 1 or max(lengths) > 0.95 * most
+
+
+@pytest.mark.parametrize("law", ["per-layer", "per-layer:1,40,3", "automatic", "automatic:1e-6"])
+def test_laws_of_clipping_keep_terms_within_the_clip(law):
+    """Lemma 27, by exact fractions; wrong bounds, and norms that are 5 % too small, are found false."""
+    rng, clip, clipping = np.random.default_rng(4), 0.7, Clipping.parse(law)
+    most = (Fraction(clip * (1 - SAFETY)) * (1 + Fraction(1, 2**22))) ** 2
+
+    def longest(bounds, norm_error=1.0):
+        """The largest squared norm of a term, for gradients of all lengths whose layers differ as well."""
+        found = Fraction(0)
+        for length in 10.0 ** np.arange(-8, 9, 4):
+            layers = [rng.normal(size=(2, k)) * length * 10 ** rng.uniform(-2, 2) for k in (3, 600, 20)]
+            rows = [torch.from_numpy(layer.astype(np.float32)) for layer in layers]
+            squares = torch.stack([per_example.bound(part) for part in rows]) * norm_error**2
+            squares = squares if clipping.law == "per-layer" else squares.sum(0, keepdim=True)
+            within = torch.tensor(bounds, dtype=torch.float64).view(-1, 1, 1)
+            factors, _ = torch_model._factors(squares.unsqueeze(1), within, torch.ones(1, 2), clipping.gamma)
+            for j in range(2):
+                used = [float(factors[min(k, len(factors) - 1), 0, j]) for k in range(3)]
+                terms = [
+                    Fraction(f) * Fraction(v) for f, part in zip(used, rows, strict=True) for v in part[j].tolist()
+                ]
+                found = max(found, sum(term**2 for term in terms))
+        return found
+
+    bounds = clipping.bounds(clip * (1 - SAFETY), 3)
+    assert Fraction(81, 100) * most < longest(bounds) <= most
+    assert longest(bounds, 0.95) > most
+    if clipping.law == "per-layer":
+        assert longest((clip * (1 - SAFETY),) * 3) > most
 
 
 # ------------------------------------------------------------------------------------------- Semi-definite terms

@@ -23,18 +23,20 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, breaks, concerns, weighed_records, weighs_beyond_the_clip
+from sordino.checks.mutants import MUTANTS, OF_CLIPPINGS, breaks, concerns, weighed_records, weighs_beyond_the_clip
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
-from sordino.core import Adjacency, Kind, Method, Unit
+from sordino.core import Adjacency, Clipping, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.calibration import calibrated
+from sordino.methods.clipping import with_clipping
 from sordino.methods.uncertainty import with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 
 
@@ -69,6 +71,8 @@ MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # feat
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
+CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clipping of networks
+CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
 WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
@@ -269,8 +273,47 @@ def check_weights(
     return reports
 
 
+def check_clipping(
+    name: str = CLIPPING, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with each law of clipping other than flat, on a small network.
+
+    Each law has one more mutant: every layer has the whole clip, or a gradient is divided by the norm of one layer.
+
+    Args:
+      name: the name that reports show, before the law.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, law, noised query and adjacency.
+    """
+    model, reports = small_network(), []
+    for unit in units:
+        for law in CHECKED_CLIPPINGS:
+            clipping = Clipping.parse(law)
+            method = with_clipping(entry("dp-fedgd").at(unit), clipping)
+            mutant = OF_CLIPPINGS[clipping.law]
+            wrong = mutant(method, model)
+            for report in _reports(f"{name} {law}", method, [model], trials, seed):
+                found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
+                missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", mutant)]
+                problems = [*report.problems, *missed]
+                reports.append(report._replace(passed=not problems, problems=problems))
+    return reports
+
+
+def small_network() -> TorchModel:
+    """Two layers, for records of three features and two classes."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TorchModel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LeakyReLU(), torch.nn.Linear(2, 2)))
+
+
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, calibrated intercepts, class weights, survival, the tallies, and the sums.
+    """Check every registered method, calibrated intercepts, class weights, laws of clipping, survival, the tallies, and
+    the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -283,7 +326,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
     methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
-    methods += check_uncertainty(trials=trials, seed=seed)
+    methods += check_uncertainty(trials=trials, seed=seed) + check_clipping(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -359,6 +402,7 @@ __all__ = [
     "check",
     "check_all",
     "check_calibration",
+    "check_clipping",
     "check_model",
     "check_sums",
     "check_tally",

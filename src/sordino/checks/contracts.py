@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import Space, Through, rows_per_unit, same, short_plan
-from sordino.core import Broadcast, Divisor, Kind, Method, Shard, Stage, Tree, Trust
+from sordino.core import FLAT_CLIPPING, Broadcast, Divisor, Kind, Method, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
 from sordino.privacy.evidence.ledger import Ledger
@@ -164,7 +164,8 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
       What is broken, one sentence at most; empty if the contract holds.
     """
     rng, per_person, space = np.random.default_rng(seed), rows_per_unit(method.unit), Space.of(model)
-    rows = 16 * per_person
+    rows, laws = 16 * per_person, {query.clipping for stage in method.stages for query in stage.queries}
+    how: dict[str, Any] = next(({"clipping": law} for law in laws - {FLAT_CLIPPING}), {})
     x = torch.from_numpy(rng.uniform(0.1, 1, size=(rows, space.features)))
     mask = torch.ones(rows, dtype=torch.float64)
     mask[:per_person] = 0
@@ -178,7 +179,7 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
                 features = x.clone()
                 features[:per_person] = value
                 shard = Shard(features, torch.zeros(rows).long(), mask, None, per_person)
-                return model.clipped_sum(theta, shard, clip)
+                return model.clipped_sum(theta, shard, clip, **how)
 
             usual = sum_of_others(0.0)
             for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ SUMS = (
     "leaves_sum",
     "tally_sum",
 )
+UNCLIPPED = 1e12
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
@@ -68,6 +70,29 @@ def weighed_records(model: Any) -> Any:
         return sums(shard._replace(mask=shard.mask * weight), clip)
 
     return careless(model, total)
+
+
+def clips_every_layer_to_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every layer has the whole clip as its bound, so that the squares of L bounds add up to L clip^2."""
+    layers = len(model.layers)
+    return method, careless(model, lambda sums, shard, clip: sums(shard, math.sqrt(layers) * clip))
+
+
+def normalises_by_the_last_layer(method: Method, model: Any) -> tuple[Method, Any]:
+    """A gradient is divided by the norm of its part in the last layer alone, plus gamma."""
+    last = slice(model.size - sum(model.trained[name].numel() for name in model.layers[-1]), None)
+    gamma = method.stages[0].queries[0].clipping.gamma
+
+    def total(name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, **how: Any) -> Tensor:
+        terms = []
+        for first in range(0, shard.mask.shape[-1], shard.per_person):
+            rows = slice(first, first + shard.per_person)
+            x, y, mask = shard.x[..., rows, :], shard.y[..., rows], shard.mask[..., rows]
+            g = inner(theta, Shard(x, y, mask, None, shard.per_person), UNCLIPPED)
+            terms.append(g * clip / (g[..., last].norm(dim=-1, keepdim=True) + gamma))
+        return torch.stack(terms).sum(0)
+
+    return method, Through(model, ("clipped_sum",), total)
 
 
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
@@ -214,6 +239,10 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
 }
 
 
+OF_CLIPPINGS: dict[str, Callable[[Method, Any], tuple[Method, Any]]] = {
+    "per-layer": clips_every_layer_to_the_clip,
+    "automatic": normalises_by_the_last_layer,
+}
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
 SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped
@@ -253,9 +282,9 @@ def _every(method: Method, change: Callable[[Stage], Stage]) -> Method:
 def careless(model: Any, total: Callable[[ClippedSum, Shard, float], Tensor]) -> Any:
     """A model whose sums over records are computed by `total` from the correct ones."""
 
-    def summed(name: str, method: Callable[..., Tensor], *args: Any) -> Tensor:
+    def summed(name: str, method: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         at = next(k for k, part in enumerate(args) if isinstance(part, Shard))
         before, shard, clip, after = args[:at], args[at], args[at + 1], args[at + 2 :]
-        return total(lambda shard, clip: method(*before, shard, clip, *after), shard, clip)
+        return total(lambda shard, clip: method(*before, shard, clip, *after, **options), shard, clip)
 
     return Through(model, SUMS, summed)

@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
         "method",
         nargs="*",
         metavar="METHOD",
-        help="methods (see 'sordino methods'), models, calibrate, evaluation, statistics",
+        help="methods (see 'sordino methods'), models, calibrate, clipping, evaluation, statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
@@ -97,11 +97,13 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino import methods, plugins
     from sordino.checks import (
         CALIBRATE,
+        CLIPPING,
         UNCERTAINTY,
         WEIGHTS,
         Report,
         check,
         check_calibration,
+        check_clipping,
         check_model,
         check_sums,
         check_tally,
@@ -116,7 +118,7 @@ def act(arguments: argparse.Namespace) -> int:
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
     names = (
-        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, "hazards", *counted, *outside]
+        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, "hazards", *counted, *outside]
         if arguments.all
         else arguments.method
     )
@@ -127,7 +129,7 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY):
+        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING):
             registry.entry(name) if name in models else methods.entry(name)
     shown = Console(stderr=True)
     reports = []
@@ -140,6 +142,7 @@ def act(arguments: argparse.Namespace) -> int:
                 CALIBRATE: check_calibration,
                 WEIGHTS: check_weights,
                 UNCERTAINTY: check_uncertainty,
+                CLIPPING: check_clipping,
                 **dict.fromkeys(counted, check_tally),
             }
             checked: Callable[[str], list[Report]] = others.get(name) or (

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.core import FLAT_CLIPPING, SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
 from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
@@ -72,6 +72,13 @@ def clipped(message: Tensor, clip: float) -> Tensor:
         bound = clip * (1 - SAFETY)
         message = message * torch.div(bound, norm.clamp_min(bound))  # the factor is exactly 1 for a row within the clip
     return torch.where(torch.isfinite(norm), message, 0.0)
+
+
+def gradient_sum(model: Any, query: Query, theta: Tensor, shard: Shard, *scale: Tensor) -> Tensor:
+    """The clipped sum that a GRADIENT query asks for. Only models that serve another law of clipping are told of it."""
+    how = {} if query.clipping == FLAT_CLIPPING else {"clipping": query.clipping}
+    total: Tensor = model.clipped_sum(theta, shard, query.clip, *scale, **how)
+    return total
 
 
 class Oracle:
@@ -141,7 +148,7 @@ class Oracle:
             raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
 
         batch = self._batches[number]
-        return self._answer(Kind.GRADIENT, 1, lambda clip: self._model.clipped_sum(theta, batch, clip, *rest))
+        return self._answer(Kind.GRADIENT, 1, lambda clip: gradient_sum(self._model, query, theta, batch, *rest))
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         """The noised count of short gradients; see `Ask.count`."""

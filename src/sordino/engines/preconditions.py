@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sordino.core import Kind, Method, Rule, Tree
+from sordino.core import FLAT_CLIPPING, Kind, Method, Rule, Tree
 from sordino.data.records import Lazy, Records, check_serves
 from sordino.errors import SordinoError
 from sordino.privacy.plan import Plan
@@ -68,6 +68,7 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
         model: The model.
         name: The model's name in messages; None: its class.
     """
+    check_clipping(method, model, name)
     kinds = {query.kind for stage in method.stages for query in stage.queries} - {Kind.GRADIENT, Kind.DELTA}
     lacking = sorted(str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum"))
     if not lacking:
@@ -82,6 +83,18 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
         f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model, or a method such "
         "as dp-fedadam, dp-fedavg or dp-fedadamw."
     )
+
+
+def check_clipping(method: Method, model: Any, name: str | None = None) -> None:
+    """Refuse a law of clipping that the model does not serve."""
+    laws = {query.clipping for stage in method.stages for query in stage.queries} - {FLAT_CLIPPING}
+    for clipping in laws:
+        if not hasattr(model, "check_clipping"):
+            raise SordinoError(
+                f"clipping: {clipping.law} is for networks, and {name or type(model).__name__} clips each gradient as "
+                "a whole; leave clipping out, or use a network such as mlp."
+            )
+        model.check_clipping(clipping)
 
 
 def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:

@@ -52,7 +52,7 @@ from sordino.core import (
 )
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
-from sordino.engines.oracle import IntegerStream, Oracle, along, noised, standard_noise
+from sordino.engines.oracle import IntegerStream, Oracle, along, gradient_sum, noised, standard_noise
 from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
     SAMPLING,
@@ -232,13 +232,14 @@ class BatchedClients:
             shard = self._strung(round_plan, round_plan.cohort, self._per_record / heaviest)
         else:
             shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
-        clip = round_plan.stage.queries[0].clip
+        query = round_plan.stage.queries[0]
         if full and theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False):
-            if clip not in self._graphs:
-                self._graphs[clip] = CapturedGraph(lambda at: self.model.clipped_sum(at, shard, clip), (theta,))
-            total: Tensor = heaviest * self._graphs[clip]((theta,))
+            if query.clip not in self._graphs:
+                graph = CapturedGraph(lambda at: gradient_sum(self.model, query, at, shard), (theta,))
+                self._graphs[query.clip] = graph
+            total: Tensor = heaviest * self._graphs[query.clip]((theta,))
         else:
-            total = heaviest * self.model.clipped_sum(theta, shard, clip)
+            total = heaviest * gradient_sum(self.model, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
 
     def batched(

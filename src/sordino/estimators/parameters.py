@@ -21,6 +21,7 @@ OTHERS = (
     "calibrate_slope",
     "class_weights",
     "client_epsilon",
+    "clipping",
     "dtype",
     "participation",
     "private_statistics",

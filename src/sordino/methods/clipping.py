@@ -1,4 +1,6 @@
-"""A clip that follows a quantile of the gradients' norms (Andrew et al. 2021, arXiv 1905.03871), at record level.
+"""Laws of clipping, and a clip that follows a quantile of the gradients' norms.
+
+The second is that of Andrew et al. 2021 (arXiv 1905.03871), at record level.
 
 Gradients are measured in units of the broadcast clip C and clipped to norm 1. So the sensitivity of the release is 1
 for any C, and C g is post-processing by the server. Each client also releases how many of its gradients are shorter
@@ -12,7 +14,20 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Tree, Unit
+from sordino.core import (
+    FLAT_CLIPPING,
+    Ask,
+    Broadcast,
+    Clipping,
+    Facts,
+    Kind,
+    Local,
+    Method,
+    Query,
+    Rule,
+    Tree,
+    Unit,
+)
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
@@ -34,6 +49,49 @@ class ClipState(NamedTuple):
 
 
 EMPTY_GRADIENT_AND_COUNT = GradientAndCount((), ())  # type: ignore[arg-type]
+
+
+def with_clipping(method: Method, clipping: Clipping) -> Method:
+    """The method, with another law by which gradients are brought within the clip.
+
+    A term has norm at most the clip under every law, so sensitivities and noise stay the same.
+
+    Args:
+        method: A method for records or persons that asks for gradients.
+        clipping: The law; `flat` returns the method unchanged.
+
+    Returns:
+        The method.
+
+    Raises:
+        SordinoError: The method clips no gradients of records, or adapts its clip.
+
+    Example:
+        >>> from sordino.core import Clipping
+        >>> from sordino.methods import build
+        >>> with_clipping(build("dp-fedgd"), Clipping.parse("automatic")).stages[0].queries[0].clipping.gamma
+        0.01
+    """
+    if clipping == FLAT_CLIPPING:
+        return method
+    queries = [query for stage in method.stages for query in stage.queries]
+    if method.unit is Unit.CLIENT:
+        raise SordinoError(
+            f"clipping: {clipping.law} is for gradients of records; at client level the whole message is clipped. "
+            "Leave clipping out, or use unit = record."
+        )
+    if any(query.kind is Kind.COUNT for query in queries):
+        raise SordinoError(
+            f"clipping: a quantile adapts the clip of whole gradients, and {clipping.law} has none; leave one out."
+        )
+    if not any(query.kind is Kind.GRADIENT for query in queries):
+        raise SordinoError(f"clipping: {method.name} asks for no gradients; leave clipping out.")
+
+    def changed(query: Query) -> Query:
+        return replace(query, clipping=clipping) if query.kind is Kind.GRADIENT else query
+
+    stages = tuple(stage._replace(queries=tuple(map(changed, stage.queries))) for stage in method.stages)
+    return method._replace(stages=stages, registered=None if method.by_hand else (stages, method.proves))
 
 
 def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float = 0.2, share: float = 0.05) -> Method:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -564,6 +564,11 @@ def bound(rows: Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- results
 
 
+def first_name(use: Use) -> str:
+    """The full name of a parameter of the use; all of them belong to one layer."""
+    return next(iter(use.names.values()))
+
+
 def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
     """The gradients of single examples by the layer's rule, unless they are known."""
     if use.done:
@@ -573,10 +578,23 @@ def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
     return RULES[type(use.module)](use.module, use.a, use.g, n)
 
 
+def layers(owned: Owned) -> list[tuple[str, ...]]:
+    """The trained parameters of each layer. A layer is one module; modules that share a parameter are one layer."""
+    found: list[tuple[str, ...]] = []
+    for _, names in owned:
+        mine = tuple(names.values())
+        shared = [layer for layer in found if set(layer) & set(mine)]
+        merged = tuple(dict.fromkeys(name for layer in (*shared, mine) for name in layer))
+        at = found.index(shared[0]) if shared else len(found)
+        found = [layer for layer in found if layer not in shared]
+        found.insert(at, merged)
+    return found
+
+
 class Norms(NamedTuple):
     """Gradients of most uses, and squared norms of the uses in `later`, whose sum is still to be computed."""
 
-    squares: Tensor
+    squares: Tensor  # layers x examples; one row if layers are not told apart
     gradients: dict[str, Tensor]
     later: list[Use]
 
@@ -592,6 +610,7 @@ def norms_first(
     apart: Callable[[Use, int], bool] = short,
     room: dict[str, Tensor] | None = None,
     run: Callable[..., None] | None = None,
+    layer_of: Mapping[str, int] | None = None,
 ) -> Norms:
     """Norms of the uses that `apart` selects, and gradients of the others.
 
@@ -605,12 +624,14 @@ def norms_first(
       apart: selects the uses of which only the norm is computed.
       room: tensors of zeros into which the rules of `taped` modules write their gradients.
       run: runs the pass, with the arguments of `sweep` and `apart`; by default `sweep` does.
+      layer_of: the layer of each parameter, if each layer has a norm of its own.
 
     Returns:
       Norms and gradients.
     """
     n, room = len(x), room or {}
-    result = Norms(torch.zeros(n, dtype=torch.float64, device=x.device), {}, [])
+    rows = 1 if layer_of is None else 1 + max(layer_of.values())
+    result = Norms(torch.zeros(rows, n, dtype=torch.float64, device=x.device), {}, [])
 
     def gather(name: str, part: Tensor) -> None:
         result.gradients[name] = result.gradients[name] + part if name in result.gradients else part
@@ -620,7 +641,7 @@ def norms_first(
             use = prepared(use, n)
             if use.parts is not None and use.more:
                 gather(use.names["bias"], use.more[0])
-            result.squares.add_(squares(use, n))
+            result.squares[0 if layer_of is None else layer_of[first_name(use)]].add_(squares(use, n))
             result.later.append(use)
             return
         mine: dict[str, Tensor] = {}
@@ -682,4 +703,4 @@ def squared_norms(module: nn.Module, params: dict[str, Tensor], x: Tensor, y: Te
     result = norms_first(module, params, x, y, loss)
     for part in result.gradients.values():
         result.squares.add_(measure(part))
-    return result.squares
+    return result.squares[0]

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import threshold
 
-from sordino.core import SAFETY, Shard
+from sordino.core import FLAT_CLIPPING, SAFETY, Clipping, Shard
 from sordino.errors import SordinoError, check_known
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
@@ -46,6 +46,14 @@ class Place(NamedTuple):
     halves: bool  # all trained parameters are read in the type of autocast
 
 
+class Block(NamedTuple):
+    """Gradients of single examples in some columns of theta."""
+
+    where: slice | Tensor  # the columns
+    part: Tensor  # examples x columns
+    layer: int = 0  # the row of its norms
+
+
 class TorchModel:
     """A `torch.nn.Module` as a model. `theta` is the concatenation of all parameters that require a gradient.
 
@@ -61,9 +69,11 @@ class TorchModel:
       helps some layer; otherwise `tape`.
 
     One record moves `clipped_sum` by at most `clip`, in the arithmetic that runs. Its gradient is multiplied by clip (1
-    - SAFETY) / norm if that is below 1, with the norm of what is summed. A gradient that is not finite, or whose norm
-    overflows, is replaced by zero. The term of a position depends only on the record there and on theta: shapes, chunks
-    and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of their bound.
+    - SAFETY) / norm if that is below 1, with the norm of what is summed. `core.Clipping` names two other laws: each
+    layer has a bound and a norm of its own, or the factor is clip (1 - SAFETY) / (norm + gamma). A gradient that is not
+    finite, or whose norm overflows, is replaced by zero. The term of a position depends only on the record there and on
+    theta: shapes, chunks and operations never depend on data or masks. Sums are float64; `arithmetic` has the proof of
+    their bound.
 
     On a GPU, and with autocast, gradients are collected in one matrix (measured and summed in one pass each), and
     gradients of rank one, as of a head, are not computed explicitly. On a GPU with autocast, gradients of linear layers
@@ -139,6 +149,8 @@ class TorchModel:
         owned = per_example.owners(module, self.trained)
         self._copies = {(first.dtype, first.device): self._place(module)}
         self._columns: dict[Any, slice | Tensor] = {}
+        self._bounds: dict[Any, Tensor] = {}
+        self.layers = tuple(per_example.layers(owned))  # the trained parameters of each layer, by name
         self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
         self._passes = Passes() if compile else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
@@ -208,7 +220,23 @@ class TorchModel:
         """The probabilities of the classes."""
         return self.logits(theta, x).softmax(-1)
 
-    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
+    def check_clipping(self, clipping: Clipping) -> None:
+        """Refuse bounds of layers that are not one per layer."""
+        if clipping.layers and len(clipping.layers) != len(self.layers):
+            names = ", ".join(layer[0].rpartition(".")[0] or layer[0] for layer in self.layers[:8])
+            raise SordinoError(
+                f"clipping: {len(clipping.layers)} bounds for {len(self.layers)} layers "
+                f"({names}{' …' if len(self.layers) > 8 else ''}); give one per layer, or write per-layer alone."
+            )
+
+    def clipped_sum(
+        self,
+        theta: Tensor,
+        shard: Shard,
+        clip: float,
+        scale: Tensor | None = None,
+        clipping: Clipping = FLAT_CLIPPING,
+    ) -> Tensor:
         """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
 
         Args:
@@ -216,16 +244,19 @@ class TorchModel:
           shard: the records.
           clip: bound on the norm of one record's gradient.
           scale: a factor per parameter, applied before the clip.
+          clipping: how a gradient is brought within the clip.
 
         Returns:
           The sum in float64.
         """
+        self.check_clipping(clipping)
+        clipping = clipping if math.isfinite(clip) else FLAT_CLIPPING  # without a clip all laws are the same
         x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
         with exact_arithmetic(theta.device):
             if self._graphs is not None and theta.is_cuda and shard.per_person == 1:
-                return self._graphs(self._sum, (theta, x, y, mask, scale), clip)
-            return self._sum(theta, x, y, mask, scale, clip, per_person=shard.per_person)
+                return self._graphs(self._sum, (theta, x, y, mask, scale), clip, clipping)
+            return self._sum(theta, x, y, mask, scale, clip, clipping, per_person=shard.per_person)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
@@ -249,8 +280,8 @@ class TorchModel:
 
         def add(k: int, into: Tensor, j: slice) -> None:
             g = self._by_last(theta[k if len(theta) > 1 else 0], x[k, j], y[k, j])
-            factor, fine = _factor(measure(g), math.sqrt(clip), mask[k, j].sqrt())
-            g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor.unsqueeze(1)).double()
+            factor, fine = _factors(measure(g).unsqueeze(0), math.sqrt(clip) * (1 - SAFETY), mask[k, j].sqrt())
+            g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor[0].unsqueeze(1)).double()
             into += g.mT @ g
 
         with exact_arithmetic(theta.device):
@@ -268,6 +299,7 @@ class TorchModel:
         mask: Tensor,
         scale: Tensor | None,
         clip: float,
+        clipping: Clipping = FLAT_CLIPPING,
         count: bool = False,
         per_person: int = 1,
     ) -> Tensor:
@@ -287,7 +319,7 @@ class TorchModel:
         def add(k: slice, into: Tensor, j: slice) -> None:
             rows = Shard(x[k, j], y[k, j], mask[k, j], None, per_person)
             each = None if scale is None else scale[k]
-            self._add(mode, into, theta[k] if apart else theta, rows, clip, each, count, j.start == 0)
+            self._add(mode, into, theta[k] if apart else theta, rows, clip, clipping, each, count, j.start == 0)
 
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
@@ -302,6 +334,7 @@ class TorchModel:
         theta: Tensor,
         shard: Shard,
         clip: float,
+        clipping: Clipping,
         scale: Tensor | None,
         count: bool = False,
         fresh: bool = False,
@@ -311,19 +344,22 @@ class TorchModel:
         A total that is `fresh` is zero; sums may then be written to it directly.
         """
         x, y, mask, _, per_person = shard
-        (groups, n), later, lean = mask.shape, list[Use](), (x.is_cuda or self._lean) and per_person == 1
-        squares = torch.zeros(groups * n, dtype=torch.float64, device=x.device)
-        blocks: list[tuple[slice | Tensor, Tensor]] = []  # columns of theta, and the gradients of examples in them
+        layer_of = self._layer_of if clipping.law == "per-layer" else None
+        (groups, n), later, half = mask.shape, list[Use](), (x.is_cuda or self._lean) and per_person == 1
+        lean = half and layer_of is None  # gathered gradients have one norm
+        squares = torch.zeros(len(self.layers) if layer_of else 1, groups * n, dtype=torch.float64, device=x.device)
+        blocks: list[Block] = []
         if mode == "vmap":
             gradients = self._by_vmap(theta, x, y)
         else:
             here, room = self._on(theta, training=self._train), dict[str, Tensor]()
             kind = self.autocast if self.autocast and theta.dtype is torch.float32 else theta.dtype
             apart: Callable[[Use, int], bool] = per_example.short if mode == "two-pass" else per_example.never
-            if lean and scale is None:
+            if half and scale is None:
                 apart = self._apart(x) if mode == "tape" else apart
+            if lean and scale is None:
                 gathered, room = here.room.make(groups * n, x, kind)
-                blocks += [(self._where(tuple(room), x), gathered)] if room else []
+                blocks += [Block(self._where(tuple(room), x), gathered)] if room else []
             params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
             with self.cast(theta):
                 squares, gradients, later = per_example.norms_first(
@@ -331,6 +367,7 @@ class TorchModel:
                     apart=apart,
                     room=room,
                     run=self._passes if x.is_cuda else None,
+                    layer_of=layer_of,
                 )
         gradients = {
             name: _unshared(gradients[name].reshape(groups * n, -1), x) for name in self.trained if name in gradients
@@ -340,26 +377,28 @@ class TorchModel:
             filled = (mask > 0).view(-1, per_person, 1)
             gradients = {name: _of_persons(part.to(theta.dtype), filled) for name, part in gradients.items()}
             mask, n = shard.person_weights(), n // per_person
-            squares = squares[: groups * n]
+            squares = squares[:, : groups * n]
         if lean and gradients:
-            blocks.append((self._where(tuple(gradients), x), per_example.joined(list(gradients.values()))))
+            blocks.append(Block(self._where(tuple(gradients), x), per_example.joined(list(gradients.values()))))
         else:
-            blocks += [(self._where((name,), x), part.to(theta.dtype)) for name, part in gradients.items()]
+            row = layer_of or dict.fromkeys(gradients, 0)
+            blocks += [Block(self._where((name,), x), g.to(theta.dtype), row[name]) for name, g in gradients.items()]
         if scale is not None:
-            blocks = [(where, _times(scale[:, where], part.to(theta.dtype), n)) for where, part in blocks]
-        for _, part in blocks:
-            squares = squares + bound(part)
+            blocks = [b._replace(part=_times(scale[:, b.where], b.part.to(theta.dtype), n)) for b in blocks]
+        for _, part, layer in blocks:
+            squares[layer] += bound(part)
         if count:
-            total += (((squares <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
+            total += (((squares[0] <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
             return
-        factor, fine = _factor(squares.reshape(groups, n), clip, mask)
-        for where, part in blocks:
+        most = self._most(clip, clipping, x.device) if layer_of else clip * (1 - SAFETY)
+        factors, fine = _factors(squares.reshape(-1, groups, n), most, mask, clipping.gamma)
+        for where, part, layer in blocks:
             part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
-            summand = row_sums(factor.to(part.dtype), part.view(groups, n, -1))
+            summand = row_sums(factors[layer].to(part.dtype), part.view(groups, n, -1))
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             _add_to(total, where, summand[:, :width])
         for use in later:
-            place = self._span(use)
+            place, factor = self._span(use), factors[layer_of[per_example.first_name(use)] if layer_of else 0]
             if use.parts is not None and place is not None:
                 outer.sums(use.parts, factor, out=total[:, place], add=not fresh)
                 continue
@@ -368,6 +407,19 @@ class TorchModel:
                 continue
             for name, summand in per_example.total(use, factor):
                 _add_to(total, self._where((name,), x), summand)
+
+    @cached_property
+    def _layer_of(self) -> dict[str, int]:
+        """The layer of each trained parameter."""
+        return {name: k for k, layer in enumerate(self.layers) for name in layer}
+
+    def _most(self, clip: float, clipping: Clipping, device: torch.device) -> Tensor:
+        """The bounds that are enforced on the layers: layers x 1 x 1, in float64."""
+        key = clip, clipping, device
+        if key not in self._bounds:
+            bounds = torch.tensor(clipping.bounds(clip * (1 - SAFETY), len(self.layers)), dtype=torch.float64)
+            self._bounds[key] = bounds.view(-1, 1, 1).to(device)
+        return self._bounds[key]
 
     def _apart(self, like: Tensor) -> Callable[[Use, int], bool]:
         """Which gradients are not stored in mode `tape`."""
@@ -436,7 +488,7 @@ class TorchModel:
         if mode == "tape" and self._apart(theta) is per_example.half:
             held = self._lasting
         each = theta.element_size() * (self._rest + held)
-        fit = _chunk_bytes(theta.device) // each
+        fit = _chunk_bytes(theta.device) // max(1, each)
         return max(1, min(fit, MAX_CHUNK_EXAMPLES if theta.is_cuda else CPU_CHUNK_EXAMPLES))
 
     def _on(self, theta: Tensor, *, training: bool) -> Place:
@@ -561,17 +613,23 @@ def _unshared(part: Tensor, x: Tensor) -> Tensor:
     return part.clone() if part.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() else part
 
 
-def _factor(squares: Tensor, clip: float, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The factor of each gradient, and which gradients are finite.
+def _factors(squares: Tensor, most: float | Tensor, mask: Tensor, gamma: float = 0.0) -> tuple[Tensor, Tensor]:
+    """The factor of each layer of each gradient, and which gradients are finite in all layers.
 
     The quotient is rounded once to the type of the mask: by 2^-24 in float32, which SAFETY covers.
+
+    Args:
+      squares: squared norms, layers x groups x examples.
+      most: the bound that is enforced on a norm, or one per layer (layers x 1 x 1).
+      mask: of the examples.
+      gamma: if above zero, the factor is most / (norm + gamma), also for gradients shorter than the bound.
     """
     norm = squares.sqrt()
-    fine = torch.isfinite(norm)
-    if not math.isfinite(clip):
-        return fine.to(mask) * mask, fine
-    most = clip * (1 - SAFETY)
-    factor = torch.where(fine, most / norm.clamp_min(most), 0.0).to(mask.dtype)
+    fine = torch.isfinite(norm).all(0)
+    if isinstance(most, float) and not math.isfinite(most):
+        return (fine.to(mask) * mask).unsqueeze(0), fine
+    factor = most / (norm + gamma if gamma else norm.clamp_min(most))
+    factor = torch.where(fine, factor, 0.0).to(mask.dtype)
     # A factor below the normal range has too few digits to keep the bound, so such a record counts as zero.
     return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine
 

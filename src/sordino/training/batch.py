@@ -22,6 +22,7 @@ from sordino.data.sources import Dataset
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build, entry
+from sordino.methods.clipping import with_clipping
 from sordino.methods.fedgd import gradient
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration
@@ -198,7 +199,8 @@ def together(runs: Sequence[ResolvedSpec], like: Tensor) -> Method:
     def built(axes: int) -> Method:
         columns = {key: like.new_tensor([run.options[key] for run in runs]) for key in differ}
         shaped = {key: column.reshape(-1, *[1] * axes) for key, column in columns.items()}
-        return build(first.method_name, first.privacy.unit, **{**first.options, **shaped})
+        method = build(first.method_name, first.privacy.unit, **{**first.options, **shaped})
+        return with_clipping(method, first.clipping)
 
     server, clients = built(1), built(2)
     stages = [stage._replace(local=other.local) for stage, other in zip(server.stages, clients.stages, strict=True)]

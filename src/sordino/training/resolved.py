@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Divisor, Kind, Method, Privacy, Unit
+from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Unit
 from sordino.data import catalog, glue, text
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -27,6 +27,7 @@ from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
+from sordino.methods.clipping import with_clipping
 from sordino.methods.tally import after_tally
 from sordino.methods.uncertainty import UNCERTAINTY_ROUNDS, with_uncertainty
 from sordino.models import images, registry
@@ -133,13 +134,18 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        built = build(self.method_name, self.privacy.unit, **self.options)
+        built = with_clipping(build(self.method_name, self.privacy.unit, **self.options), self.clipping)
         method = calibrated(built, self.spec.calibrate or 0.0, self.spec.calibrate_slope)
         method = with_uncertainty(method, self.spec.uncertainty or 0.0, float(self.options.get("radius", 1.0)))
         plugin = registry.plugin_of(self.model.name)
         method = method if plugin is None else plugins.judged(method, plugin)
         share = self.spec.private_statistics
         return method if share is None else after_tally(method, self.statistics, share)
+
+    @property
+    def clipping(self) -> Clipping:
+        """How gradients of a network are brought within the clip."""
+        return Clipping.parse(self.spec.clipping)
 
     @property
     def statistics(self) -> ColumnTally:

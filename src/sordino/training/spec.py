@@ -57,6 +57,7 @@ class Spec:
     # model and method
     model: str = "auto"
     method: str = "auto"
+    clipping: str = "flat"  # or per-layer, per-layer:1,2,1, automatic, automatic:0.01: of a network's gradients
     rounds: int | None = None  # by default the method's number
     dtype: str = "float32"
     evaluate_every: int = 1  # rounds; the last round is always evaluated

@@ -28,6 +28,7 @@ RUNS = {
     "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
+    "network": ["--data", "digits", "--clients", "5", "--model", "mlp", "--set", "clipping=automatic"],
     "table": TABLE,
     "found": [*TABLE, "--private-statistics", "0.1"],
     "intervals": [*TABLE, "--method", "auto", "--rounds", "8", "--set", "uncertainty=0.2"],
@@ -37,7 +38,7 @@ RUNS = {
     "declared": ["--data", "FILE", "--label", "label", "--set", "public_data=true"],
     "open quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid", "--set", "public_data=true"],
 }
-OPEN = ("benchmark", "declared", "open quantity", "count", "open survival")
+OPEN = ("benchmark", "network", "declared", "open quantity", "count", "open survival")
 SURVIVAL = 'task = "survival"\nevent = "died"\nintervals = [0, 1, 2]'
 
 

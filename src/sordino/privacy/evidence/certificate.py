@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import SAFETY, Adjacency, Divisor, Noise, Trust, Unit
+from sordino.core import FLAT_CLIPPING, SAFETY, Adjacency, Divisor, Noise, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
@@ -161,6 +161,7 @@ def certificate(
                 "dimension": level.dimension,
                 "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
                 **_factor(level.query.noise),
+                **({} if level.query.clipping == FLAT_CLIPPING else {"clipping": str(level.query.clipping)}),
             }
             for level in noises
         ],

@@ -9,7 +9,7 @@ from typing import Any
 
 import scipy  # its parts are imported when they are used
 
-from sordino.core import Adjacency, Trust, Unit
+from sordino.core import Adjacency, Clipping, Trust, Unit
 from sordino.privacy.accounting.events import concentrated_guess
 from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
 from sordino.privacy.evidence.signing import Signer, fingerprint, signed
@@ -408,6 +408,8 @@ def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
             f"Each {subject} changes a count by {query['clip']:g} at most."
         )
     whose = "Each client's message" if kind == "delta" else f"Each {subject}'s {RELEASED.get(kind, kind)}"
+    if query.get("clipping"):
+        return _clipping(Clipping.parse(query["clipping"]), whose, query["clip"])
     if query["bound"] == "by clip":
         return f"{whose} was shortened to length at most {query['clip']:g} (the clip)."
     moved = max(r["sensitivity"] for g in cert["groups"] for r in g["releases"] if r["query"] == query["query"])
@@ -415,6 +417,19 @@ def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
     return (
         f"{whose} changes what is seen by at most {moved:.4g} when one {cert['unit']} {change} ({query['bound']}). The "
         f"noise below is given in multiples of {query['clip']:.4g}."
+    )
+
+
+def _clipping(clipping: Clipping, whose: str, clip: float) -> str:
+    if clipping.law == "automatic":
+        return (
+            f"{whose} was multiplied by {clip:g} / (its length + {clipping.gamma:g}) (automatic clipping), so that its "
+            f"length is at most {clip:g} (the clip)."
+        )
+    bounds = ", ".join(f"{bound:.4g}" for bound in clipping.bounds(clip, len(clipping.layers))) or "the same for all"
+    return (
+        f"{whose} was shortened layer by layer (bounds: {bounds}); the squares of the bounds add up to that of "
+        f"{clip:g} (the clip), so that its length is at most {clip:g}."
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import scipy  # its parts are imported when they are used
 
-from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Kind, Query, Trust, Unit
+from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import optional
 from sordino.privacy.accounting import events, gaussian
@@ -452,6 +452,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
         gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
+        _check_clipping(query, kind, clip, problems)
         if unit is Unit.CLIENT and kind is not Kind.DELTA:
             problems.append(f"{name}: at client level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
@@ -488,6 +489,20 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
             _check_rate(cert, kind, name, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
+
+
+def _check_clipping(query: Mapping[str, Any], kind: Kind, clip: float, problems: list[str]) -> None:
+    """Check that the law of clipping, if one is named, is known, is for gradients, and keeps to the clip."""
+    if "clipping" not in query:
+        return
+    try:
+        law = Clipping.parse(str(query["clipping"]))
+    except SordinoError as error:
+        problems.append(f"{query['query']}: {error}")
+        return
+    length = math.hypot(*law.bounds(clip, len(law.layers) or 1))
+    if kind is not Kind.GRADIENT or query["bound"] != "by clip" or not _near(length, clip):
+        problems.append(f"{query['query']}: {law} is no way to bound it by a clip")
 
 
 def _has_factor(cert: Mapping[str, Any], query: Mapping[str, Any]) -> bool:
