@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         type=float,
         default=1.0,
         metavar="C",
-        help="bound on one record's gradient, or on a user's message (default: 1)",
+        help="bound on one record's gradient, or on a client's message (default: 1)",
     )
     parser.add_argument("--unit", default=str(Unit.RECORD), help=f"{', '.join(Unit)} (default: record)")
     parser.add_argument(

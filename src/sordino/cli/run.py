@@ -36,7 +36,7 @@ RUN_FLAGS = (
     ("--person", "person", "column that says whom a record is about: all records of a person are protected together"),
     ("--adjacency", "adjacency", "add-remove or replace-one (default: replace-one)"),
     ("--trust", "trust", "untrusted-server, secure-aggregation or trusted-server (default: untrusted-server)"),
-    ("--clip", "clip", "bound on one record's gradient, or on a user's message (default: the method's own)"),
+    ("--clip", "clip", "bound on one record's gradient, or on a client's message (default: the method's own)"),
     ("--rounds", "rounds", "number of rounds (default: the method's, mostly 70)"),
     (
         "--participation",

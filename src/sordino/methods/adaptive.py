@@ -24,7 +24,7 @@ def fedadam(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).
@@ -74,7 +74,7 @@ def fedyogi(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).
@@ -122,7 +122,7 @@ def adambc(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         beta1: Decay of the first moment, in [0, 1).
         beta2: Decay of the second moment, in [0, 1).

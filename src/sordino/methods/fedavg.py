@@ -72,7 +72,7 @@ def fedavg(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
@@ -121,7 +121,7 @@ def fedavg_ls(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.

@@ -47,7 +47,7 @@ def fedgd(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
         quantile: Part of the gradients that an adaptive clip leaves unclipped (record level; it takes 5 % of mu

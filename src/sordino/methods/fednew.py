@@ -1,6 +1,6 @@
 """FedNew, DP-FedNew and DP-FedNew-FC (PoPETs 2025): Newton directions solved locally, agreed on by ADMM.
 
-A lemma bounds how far a record moves a direction (`admm.shift`); a user's direction is clipped. The Hessian never
+A lemma bounds how far a record moves a direction (`admm.shift`); a client's direction is clipped. The Hessian never
 leaves the client and is computed in chunks; `solver = cg` never builds it. FedNew-FC uses the feature covariance
 instead, which is constant over the run and factorised once: see `covariance`.
 """
@@ -96,7 +96,7 @@ def dp_fednew(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's direction.
+        clip: Bound on the norm of a record's gradient, or of a client's direction.
         curvature_clip: Bound on a record's Hessian (Frobenius norm); record level.
         limit: Bound on the norm of the right side; record level.
         lr: Step size of the server.

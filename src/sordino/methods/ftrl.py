@@ -57,7 +57,7 @@ def ftrl(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `inverse-root` (any
             number of rounds), `schedule` (the best for full participation) or `independent`. `auto` is `tree` up to

@@ -38,7 +38,7 @@ def adafedprox(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         mu: Strength of the pull towards theta in the first round, above 0.

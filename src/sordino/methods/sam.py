@@ -1,7 +1,7 @@
 """DP-FedSAM: local steps along the gradient at the worst point nearby (sharpness-aware minimisation).
 
 Record level: both gradients of a step are about the same minibatch, both are noised and both are paid for: 2 K releases
-per round, so the noise grows by the root of two. Without ascent (rho = 0) the first gradient is not computed. User
+per round, so the noise grows by the root of two. Without ascent (rho = 0) the first gradient is not computed. Client
 level, the published form: local steps have no noise; then the update is clipped as one vector (clipping each of L
 tensors separately would let a client reach clip sqrt(L)) and released once, so the second gradient costs nothing.
 """
@@ -34,7 +34,7 @@ def fedsam(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         rho: Length of the ascent; 0 is dp-fedavg.

@@ -48,7 +48,7 @@ def scaffold(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.

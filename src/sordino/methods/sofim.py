@@ -36,7 +36,7 @@ def sofim(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a user's message.
+        clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server; only lr / rho matters while |M|^2 is far below rho.
         rho: Damping of the Fisher estimate, above 0.
         beta: Decay of M, in [0, 1).
