@@ -49,6 +49,12 @@ def test_a_format_is_unknown_without_its_reader(file):
         load(str(file))
 
 
+def test_a_finished_run_is_no_data(tmp_path):
+    (tmp_path / "mine" / "public").mkdir(parents=True)
+    with pytest.raises(SordinoError, match=r"is a finished run, not data; sordino.load_run reads it"):
+        load(str(tmp_path / "mine"))
+
+
 def test_a_toy_format_is_loaded_split_and_predicted_from(toy, file):
     """Registering a reader is all it takes: loading, clients, prediction and specs know the format."""
     data = load(str(file), client="ward", test_fraction=0.25)

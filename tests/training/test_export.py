@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,4 +269,12 @@ def test_a_missing_package_is_named(runs, to, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(SordinoError, match=rf"pip install 'sordino\[{to}\]'"):
         export(runs("plain"), to, tmp_path / "file")
-    assert FORMATS == ("coefficients", "torch", "sklearn", "onnx")
+    assert list(FORMATS) == ["coefficients", "torch", "sklearn", "onnx"]
+
+
+def test_without_a_name_the_file_gets_the_usual_one(runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = runs("plain")
+    assert export(run, "coefficients") == [Path("coefficients.csv")]
+    with pytest.raises(SordinoError, match=r"'coefficients.csv' exists; name another file"):
+        export(run, "coefficients")

@@ -14,12 +14,15 @@ def add(commands: Any) -> None:
         "export",
         act,
         "write a trained model as coefficients, or for torch, scikit-learn or ONNX",
-        "sordino export runs/mine --to coefficients --out coefficients.csv\n"
-        "sordino export runs/mine --to onnx --out model.onnx",
+        "sordino export runs/mine --to coefficients\nsordino export runs/mine --to onnx --out risk.onnx",
     )
     parser.add_argument("model", metavar="RUN", help="a run's directory, its public/, or a model.safetensors")
     parser.add_argument("--to", required=True, metavar="FORMAT", help="coefficients, torch, sklearn or onnx")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the file to write; it must not exist")
+    parser.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the file to write; it must not exist (default: coefficients.csv, model.pt2, model.joblib or model.onnx)",
+    )
 
 
 def act(arguments: argparse.Namespace) -> int:

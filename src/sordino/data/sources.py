@@ -365,6 +365,8 @@ def _read(
         if source == "digits":
             return digits()
     if reader is None:
+        if (path / "public").is_dir():
+            raise SordinoError(f"data: '{source}' is a finished run, not data; sordino.load_run reads it.")
         if path.suffix or path.exists():
             raise SordinoError(f"data: '{source}' is not a file of a known kind; use {suffixes()}.")
         known = nearest(source, (*BUILT_IN, *catalog.NAMES))

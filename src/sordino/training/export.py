@@ -37,19 +37,20 @@ from sordino.training.intervals import INTERCEPT
 from sordino.training.predict import LoadedRun
 from sordino.version import __version__
 
-FORMATS = ("coefficients", "torch", "sklearn", "onnx")
+# The formats, and the usual name of a file of each.
+FORMATS = {"coefficients": "coefficients.csv", "torch": "model.pt2", "sklearn": "model.joblib", "onnx": "model.onnx"}
 SMALLEST = 1e-300  # stands for 0 in a divisor
 EQUAL = 1e-6  # a record whose centred norm is below this share of its norm has equal features
 OPSET, IR_VERSION = 17, 8  # of ONNX files, so that programs since 2022 read them
 
 
-def export(run: LoadedRun, to: str, out: str | Path) -> list[Path]:
+def export(run: LoadedRun, to: str, out: str | Path | None = None) -> list[Path]:
     """Write a model in another format.
 
     Args:
       run: what `load_run` returned.
       to: one of `FORMATS`.
-      out: the file to write; it must not exist.
+      out: the file to write, which must not exist; by default one of the usual name in this folder.
 
     Returns:
       The files that were written.
@@ -59,7 +60,7 @@ def export(run: LoadedRun, to: str, out: str | Path) -> list[Path]:
     """
     if to not in FORMATS:
         raise SordinoError(f"--to: '{to}' is unknown.{nearest(to, FORMATS)} One of {', '.join(FORMATS)}.")
-    out = Path(out)
+    out = Path(out or FORMATS[to])
     beside = out.with_name(out.name + ".json")
     for path in (out, beside) if to != "coefficients" else (out,):
         if path.exists():
