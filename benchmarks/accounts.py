@@ -83,7 +83,8 @@ def least(spent: Callable[[float], float], q: Question) -> float:
 
 def ours(q: Question) -> float:
     from sordino.core import Adjacency
-    from sordino.privacy.accounting.subsampled import Sampler, multiplier
+    from sordino.privacy.accounting.samplers import Sampler
+    from sordino.privacy.accounting.subsampled import multiplier
 
     return multiplier(q.rate, q.times, q.epsilon, DELTA, Adjacency(q.adjacency), Sampler(q.sampler))
 

@@ -24,7 +24,7 @@ from dp_accounting import pld
 from provenance import provenance
 from sordino.core import Adjacency
 from sordino.privacy.accounting import subsampled
-from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
+from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
 
 EPSILON, DELTA = 1.0, 1e-5
 RATES, TIMES = (1e-4, 1e-3, 1e-2, 0.1, 0.5, 1.0), (1, 100, 10_000, 100_000)

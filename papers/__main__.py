@@ -19,7 +19,7 @@ from sordino.errors import SordinoError, nearest
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     arguments = sys.argv[1:] if argv is None else argv
-    return cli.main(["papers", *arguments], commands=(sys.modules[__name__],))
+    return cli.main(["papers", *arguments], commands=(__name__,))
 
 
 def add(commands: Any) -> None:

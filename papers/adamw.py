@@ -20,7 +20,7 @@ from sordino.methods import entry
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.transformers import package_folder
 from sordino.privacy.accounting import subsampled
-from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
+from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
 
 CLIP, GAMMA = 0.1, 0.5
 UNPRINTED = {"tau": 1e-8, "rho": 0.05, "strength": 1.0}  # AdamW's default; a tried value; ours

@@ -228,6 +228,29 @@ def test_light_commands_import_nothing_heavy(words, finished):
     assert not imports(MAIN, *(word.replace("RUN", str(finished)) for word in words)) & heavy
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["methods"],
+        ["privacy", "--epsilon", "1", "--rounds", "70", "--clients", "20", "--records", "2500"],
+        ["privacy", "--epsilon", "8", "--delta", "1e-12", "--unit", "client", "--trust", "secure-aggregation"],
+        ["privacy", "--noise", "62.4", "--rounds", "70", "--clients", "20", "--adjacency", "add-remove"],
+        ["verify", "RUN"],
+        ["ledger", "show", "RUN"],
+    ],
+    ids=" ".join,
+)
+def test_accounts_of_gaussian_noise_import_neither_scipy_nor_what_is_slow_in_numpy(words, finished):
+    """Each command starts within half a second, and scipy.special alone would take half of that."""
+    slow = {"torch", "scipy", "numpy.ma"}
+    assert not imports(MAIN, *(word.replace("RUN", str(finished)) for word in words)) & slow
+
+
+def test_own_names_need_no_entry_points():
+    code = "import sordino.plugins; from sordino.methods import build; build('dp-fedgd')"
+    assert "importlib.metadata" not in imports(code)
+
+
 def test_help_does_without_torch_and_scipy():
     code = "from sordino.cli import main\n    with contextlib.suppress(SystemExit): main(['--help'])"
     assert not imports(code) & {"torch", "scipy", "rich"}

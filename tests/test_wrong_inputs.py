@@ -70,7 +70,7 @@ def test_a_device_that_is_not_here(capsys, here, words, device, why):
 
 def test_every_command_that_takes_a_device_is_tried(capsys):
     for module in sordino.cli.COMMANDS:
-        name = module.__name__.rpartition(".")[2]
+        name = module.rpartition(".")[2]
         with pytest.raises(SystemExit):
             main([name, "--help"])
         takes = "--device" in capsys.readouterr().out

@@ -1,8 +1,9 @@
-"""torch, imported when something of it is used; and packages that only some commands need.
+"""torch and scipy, imported when something of them is used; and packages that only some commands need.
 
 `import torch` takes seconds; building a method, calibrating its noise and checking a certificate need no tensor.
 Modules that those share write `from sordino.lazy import Tensor, torch` in place of `import torch` and use both as
-usual. A type checker sees torch itself.
+usual; the same holds for `scipy`, whose parts (`scipy.special`) are imported when they are used. A type checker sees
+the packages themselves.
 """
 
 from __future__ import annotations
@@ -14,22 +15,22 @@ from typing import TYPE_CHECKING, Any
 from sordino.errors import SordinoError
 
 if TYPE_CHECKING:
+    import scipy as scipy
     import torch as torch
     from torch import Tensor as Tensor
 else:
 
-    class _Torch:
-        """Stands for the module: every attribute is torch's own, looked up when it is used."""
+    class _Package:
+        """Stands for a package: every attribute is the package's own, looked up when it is used."""
+
+        def __init__(self, package: str) -> None:
+            self._package = package
 
         def __getattr__(self, name: str) -> Any:
-            import torch as loaded
-
-            return getattr(loaded, name)
+            return getattr(__import__(self._package), name)  # as fast as an import statement
 
         def __dir__(self) -> list[str]:
-            import torch as loaded
-
-            return dir(loaded)
+            return dir(__import__(self._package))
 
     class _IsTensor(type):
         def __instancecheck__(cls, value: object) -> bool:
@@ -40,7 +41,7 @@ else:
     class Tensor(metaclass=_IsTensor):
         """Stands for `torch.Tensor` in annotations and in `isinstance`."""
 
-    torch = _Torch()
+    scipy, torch = _Package("scipy"), _Package("torch")
 
 
 def optional(module: str, extra: str, what: str) -> Any:
@@ -63,4 +64,4 @@ def optional(module: str, extra: str, what: str) -> Any:
         raise SordinoError(f"{what} needs {package}, which is not installed: pip install 'sordino[{extra}]'.") from None
 
 
-__all__ = ["Tensor", "optional", "torch"]
+__all__ = ["Tensor", "optional", "scipy", "torch"]

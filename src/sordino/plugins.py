@@ -40,15 +40,17 @@ import os
 import re
 import sys
 from datetime import UTC, datetime
-from importlib.metadata import EntryPoint, entry_points, packages_distributions, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sordino.core import Method
 from sordino.errors import SordinoError
 from sordino.files import write
 from sordino.privacy.evidence.signing import code_sha256, sha256
+
+if TYPE_CHECKING:  # slow to import, and only needed where a name is not Sordino's own
+    from importlib.metadata import EntryPoint
 
 METHODS = "sordino.methods"
 MODELS = "sordino.models"
@@ -120,6 +122,8 @@ def found(group: str) -> dict[str, Plugin]:
     Raises:
       SordinoError: a name is malformed, or two packages use the same one.
     """
+    from importlib.metadata import entry_points
+
     plugins: dict[str, Plugin] = {}
     for point in entry_points(group=group):
         package, version = (point.dist.name, point.dist.version) if point.dist else ("an unknown package", "")
@@ -169,7 +173,9 @@ def own_model(name: str) -> Plugin | None:
 
 
 def _of_code(name: str, folder: str) -> Plugin:
-    """The entry of code in a folder, which goes to the end of the path of imports. Imports nothing."""
+    """The entry of code in a folder, which goes to the end of the path of imports. Imports nothing of it."""
+    from importlib.metadata import EntryPoint, packages_distributions, version
+
     top = name.partition(":")[0].partition(".")[0]
     if folder not in sys.path:
         sys.path.append(folder)

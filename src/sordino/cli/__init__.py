@@ -1,7 +1,7 @@
 """The command line. Results go to stdout, progress to stderr; a user's mistake gets one line, not a traceback.
 
-One module a command: `add` declares its arguments, `act` does it and returns the exit status. What is heavy is
-imported where it is used.
+One module per command, which has the command's name: `add` declares its arguments, `act` does it and returns the exit
+status. What is heavy is imported where it is used.
 """
 
 from __future__ import annotations
@@ -14,55 +14,40 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any
+from importlib import import_module
 
-from sordino.cli import (
-    advise,
-    audit,
-    budget,
-    check,
-    compare,
-    estimate,
-    evaluate,
-    export,
-    features,
-    federate,
-    ledger,
-    methods,
-    predict,
-    privacy,
-    run,
-    schema,
-    sweep,
-    verify,
-)
 from sordino.cli.show import Parser, Terminated
 from sordino.errors import OverspentError, SordinoError, nearest
 
 COMMANDS = (
-    run,
-    sweep,
-    compare,
-    predict,
-    export,
-    privacy,
-    methods,
-    check,
-    audit,
-    verify,
-    estimate,
-    evaluate,
-    advise,
-    features,
-    schema,
-    federate,
-    ledger,
-    budget,
+    "sordino.cli.run",
+    "sordino.cli.sweep",
+    "sordino.cli.compare",
+    "sordino.cli.predict",
+    "sordino.cli.export",
+    "sordino.cli.privacy",
+    "sordino.cli.methods",
+    "sordino.cli.check",
+    "sordino.cli.audit",
+    "sordino.cli.verify",
+    "sordino.cli.estimate",
+    "sordino.cli.evaluate",
+    "sordino.cli.advise",
+    "sordino.cli.features",
+    "sordino.cli.schema",
+    "sordino.cli.federate",
+    "sordino.cli.ledger",
+    "sordino.cli.budget",
 )
 
 
-def main(argv: Sequence[str] | None = None, commands: Sequence[Any] = COMMANDS) -> int:
-    """Entry point; returns the exit status. Where the reader of stdout went away (`| head`), it ends quietly."""
+def main(argv: Sequence[str] | None = None, commands: Sequence[str] = COMMANDS) -> int:
+    """Entry point; returns the exit status. Where the reader of stdout went away (`| head`), it ends quietly.
+
+    Args:
+      argv: the words of the command line.
+      commands: the modules of the commands. If `argv` begins with the name of one, only that one is imported.
+    """
     try:
         try:
             return _main(argv, commands)
@@ -74,12 +59,14 @@ def main(argv: Sequence[str] | None = None, commands: Sequence[Any] = COMMANDS) 
         return 128 + signal.SIGPIPE if hasattr(signal, "SIGPIPE") else 1
 
 
-def _main(argv: Sequence[str] | None, commands: Sequence[Any]) -> int:
+def _main(argv: Sequence[str] | None, commands: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):  # a terminal without ε shows ? in its place
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
+    words = sys.argv[1:] if argv is None else argv
+    named = tuple(module for module in commands if words and module == f"{__name__}.{words[0]}")
     try:
-        arguments, rest = _parser(tuple(commands)).parse_known_args(argv)
+        arguments, rest = _parser(named or tuple(commands)).parse_known_args(words)
         if rest:
             raise _unknown(arguments.command, rest)
         return int(arguments.act(arguments))
@@ -113,7 +100,7 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
 
 
 @cache
-def _parser(modules: tuple[Any, ...]) -> argparse.ArgumentParser:
+def _parser(modules: tuple[str, ...]) -> argparse.ArgumentParser:
     from sordino.version import __version__
 
     parser = Parser(
@@ -131,5 +118,5 @@ def _parser(modules: tuple[Any, ...]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sordino {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in modules:
-        module.add(commands)
+        import_module(module).add(commands)
     return parser

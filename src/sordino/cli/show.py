@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -184,6 +184,15 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item") and not isinstance(value, str):  # a number of numpy
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def waiting(what: str) -> AbstractContextManager[Any]:
+    """Meanwhile a terminal shows what is being done; stderr that is no terminal gets nothing."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
 
 
 class Bar:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, facts
+from sordino.cli.show import add_json, check_json, command, console, emit, facts, waiting
 
 
 def add(commands: Any) -> None:
@@ -32,12 +32,10 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from rich.console import Console
-
     from sordino.privacy.evidence.verify import MOST_ABOVE, MOST_BELOW
     from sordino.training.verify_run import LEDGER_STAYS, verify_run
 
-    with Console(stderr=True).status("recomputing the account"):  # seconds, where much was sampled
+    with waiting("recomputing the account"):  # seconds, where much was sampled
         verdict = verify_run(Path(arguments.certificate), arguments.key, against_terms=_against_terms)
     not_compared = [*verdict.assumed, *verdict.gaps]
     complete, holds = not {*not_compared} - {LEDGER_STAYS}, not verdict.problems

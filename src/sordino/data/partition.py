@@ -6,13 +6,15 @@ import csv
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sordino.data.sources import Dataset
 from sordino.data.splits import apportion, generator, parse_number
 from sordino.errors import SordinoError, nearest
+
+if TYPE_CHECKING:
+    from sordino.data.sources import Dataset
 
 PARTITIONS = ("iid", "dirichlet", "classes", "by-column", "by-site", "counts")
 SIZE_LAWS = ("equal", "uniform", "lognormal")
@@ -111,6 +113,8 @@ def split(
         >>> len(client), int(client.max())
         (1438, 3)
     """
+    from sordino.data.sources import Dataset  # here: a plan needs the name of a partition, and no data
+
     if not isinstance(dataset, Dataset):
         raise SordinoError(
             f"dataset: split divides a Dataset, as load() returns it, not a {type(dataset).__name__}. For arrays of "

@@ -22,7 +22,8 @@ import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import concentrated, events, subsampled
+from sordino.privacy.accounting import concentrated, events
+from sordino.privacy.accounting.samplers import SampledGaussian
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -55,7 +56,7 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     epsilons = np.full(plan.clients, plan.privacy.epsilon)
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
-    distinct, which = np.unique(epsilons, return_inverse=True)
+    distinct, which = _distinct(epsilons)
     kinds = [plan_mechanism(plan, s, k).event for s, k, _ in queries]
     may_fail = int(sum(count for kind, count in zip(kinds, counts, strict=True) if kind.may_fail))
     mu = np.array([events.allowed_mu(kinds, e, plan.privacy.delta, may_fail) for e in distinct])[which]
@@ -164,6 +165,12 @@ def _sampled_integers(plan: Plan, releases: int) -> tuple[QueryNoise, ...]:
     return tuple(_in_steps(plan, n, 1 / n.weight) for n in larger)
 
 
+def _distinct(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct values in order, and the place of each value among them. `np.unique` imports `numpy.ma` for it."""
+    distinct = np.array(sorted(set(values.tolist())), values.dtype)
+    return distinct, np.searchsorted(distinct, values)
+
+
 def _query_noise(
     plan: Plan, stage: int, number: int, query: Query, mu: np.ndarray, parts: float
 ) -> tuple[QueryNoise, np.ndarray]:
@@ -174,7 +181,7 @@ def _query_noise(
       parts: into which mu squared is divided; one release of this query spends one of them.
     """
     unit, adjacency = plan.privacy.unit, plan.privacy.adjacency
-    sizes, position = np.unique(plan.sizes, return_inverse=True)
+    sizes, position = _distinct(np.array(plan.sizes))
     sensitivity = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position] * person_factor(plan)
     if not np.isfinite(sensitivity).all() and not plan.noiseless:
         raise SordinoError(f"clip: {plan.method.name}'s {query.kind} needs a finite clip; set clip.")
@@ -251,6 +258,8 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
+        from sordino.privacy.accounting import subsampled
+
         delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
         most = 0.0
         for n, (sampled, rest) in enumerate(parts):
@@ -265,7 +274,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
 
 
-def _with_noise(sampled: Iterable[subsampled.SampledGaussian], factor: float) -> list[subsampled.SampledGaussian]:
+def _with_noise(sampled: Iterable[SampledGaussian], factor: float) -> list[SampledGaussian]:
     return [release._replace(mu=release.mu / factor) for release in sampled]
 
 

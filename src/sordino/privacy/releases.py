@@ -15,7 +15,7 @@ import numpy as np
 from sordino.core import SAMPLED, Adjacency, Kind, Query
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
-from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.privacy.accounting import events, gaussian, subsampled
+from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.events import Release
-from sordino.privacy.accounting.subsampled import SampledGaussian
+from sordino.privacy.accounting.samplers import SampledGaussian
 from sordino.privacy.calibration import query_noises
 from sordino.privacy.plan import Plan, memoised, plan_mechanism
 from sordino.privacy.releases import (
@@ -129,4 +129,6 @@ def _group_path(plan: Plan, group: Group) -> np.ndarray:
         return np.full(plan.rounds, math.inf)
     if not sampled:
         return np.array([gaussian.epsilon(float(each), delta) for each in np.sqrt(squares)])
+    from sordino.privacy.accounting import subsampled
+
     return subsampled.path(sampled, np.stack(counts, 1), delta, adjacency, np.sqrt(squares))

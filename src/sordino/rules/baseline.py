@@ -14,6 +14,7 @@ was released before, so this is post-processing: it costs nothing, and whatever 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -26,7 +27,6 @@ HALVINGS = 32
 # Typical change of a constant by the clip, in log-odds, where records are clipped, and where sums of a person's are.
 BIAS_OF_RECORDS, BIAS_OF_PERSONS = 0.1, 0.3
 LEAST_CURVATURE = LEAST_NOISE = 1e-9
-_PLACES, _WEIGHTS = np.polynomial.hermite_e.hermegauss(NODES)
 
 
 class Baseline(NamedTuple):
@@ -79,7 +79,7 @@ def recalibrated(weight: Tensor, trained: Tensor, baseline: Baseline) -> Tensor:
     square = (w.unsqueeze(-2) @ baseline.square.double() @ w.unsqueeze(-1))[..., 0]
     noise = baseline.error.double().square() * w.square().sum(-1, keepdim=True)
     spread = (square - (mean.square() - noise).clamp_min(0)).clamp_min(0).sqrt()
-    places, chances = (torch.from_numpy(part).to(w) for part in (_PLACES, _WEIGHTS / _WEIGHTS.sum()))
+    places, chances = (torch.from_numpy(part).to(w) for part in _nodes())
     predictor = mean + spread * places  # one value per node
     alive, survived = chances.expand_as(predictor), torch.ones_like(mean)
     constants = []
@@ -97,3 +97,10 @@ def recalibrated(weight: Tensor, trained: Tensor, baseline: Baseline) -> Tensor:
     bias = baseline.bias.double().square()
     share = bias / (bias + noise.clamp_min(LEAST_NOISE))
     return (trained.double() + share * (torch.cat(constants, -1) - trained.double())).to(weight)
+
+
+@cache
+def _nodes() -> tuple[np.ndarray, np.ndarray]:
+    """Places of a standard normal, and their chances, by Gauss and Hermite's rule."""
+    places, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    return places, weights / weights.sum()

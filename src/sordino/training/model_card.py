@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino.core import Adjacency, Trust, Unit
-from sordino.data.schema import TYPES, Drop, Schema
 from sordino.errors import SordinoError
 from sordino.privacy.evidence.signing import fingerprint
 from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
+
+if TYPE_CHECKING:
+    from sordino.data.schema import Schema
 
 NAME = "MODEL_CARD.md"
 PREDICTS = {
@@ -54,7 +56,7 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
       metrics: the last line of metrics.jsonl.
       about: the header of the model.
     """
-    schema = Schema.of(about["schema"]) if about.get("schema") else None
+    schema = _schema(about["schema"]) if about.get("schema") else None
     classes = [str(name) for name in about["classes"]]
     target = schema.target.column if schema is not None and schema.target is not None else None
     predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
@@ -95,6 +97,12 @@ certificate, and shows who signed it. `sordino predict` and `sordino.load_run` r
 - Model SHA-256: `{cert["model_sha256"]}`
 - {_signed(cert)}
 """
+
+
+def _schema(fields: Mapping[str, Any]) -> Schema:
+    from sordino.data.schema import Schema  # here: many models have none, and `sordino verify` starts faster
+
+    return Schema.of(fields)
 
 
 def _not_intended(cert: Mapping[str, Any], schema: Schema | None) -> str:
@@ -176,6 +184,8 @@ def _data(about: Mapping[str, Any], schema: Schema | None) -> str:
         names = [f"`{_cell(name)}`" for name in about["columns"][:MOST_COLUMNS]]
         listed = f": {', '.join(names)}" if names else ", which have no names"
         return f"The model reads {about['features']} numbers{listed}. {scaled}".rstrip()
+    from sordino.data.schema import TYPES, Drop
+
     kinds = {kind: name for name, kind in TYPES.items()}
     used = [(name, column) for name, column in schema.columns.items() if not isinstance(column, Drop)]
     rows = "".join(

@@ -16,11 +16,9 @@ import numpy as np
 
 from sordino import plugins
 from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Unit
-from sordino.data import catalog, glue, text
+from sordino.data import catalog, glue
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
-from sordino.data.schema import PREVALENCE, Schema, assumption, no_range, searched_assumption
-from sordino.data.sources import Dataset, load
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, check_known
 from sordino.lazy import torch
@@ -42,8 +40,10 @@ from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
 from sordino.training.spec import Spec, model_of
 
-if TYPE_CHECKING:  # these need torch
+if TYPE_CHECKING:  # these need torch, or are needed only where data are read
     from sordino.data.records import Records
+    from sordino.data.schema import Schema
+    from sordino.data.sources import Dataset
     from sordino.models.tally import ColumnTally
 
 
@@ -236,6 +236,7 @@ class ResolvedSpec:
                 f"names), not '{self.source.name}'; use mlp."
             )
         from sordino.data.records import check_serves
+        from sordino.data.schema import PREVALENCE
         from sordino.engines.preconditions import check_kinds
 
         choice, schema = self.model, self.source.schema
@@ -347,6 +348,9 @@ class ResolvedSpec:
 
     def read_data(self) -> Dataset:
         """The records that the run names; sentences become token ids."""
+        from sordino.data import text
+        from sordino.data.sources import load
+
         source = self.source
         if source.text is not None and self.model.entry.reads != "text":
             raise SordinoError(f"text: model {self.model.name} does not read text; use one that does, as minilm-lora.")
@@ -416,6 +420,8 @@ class ResolvedSpec:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
         if self.source.schema is not None:
+            from sordino.data.schema import assumption, searched_assumption
+
             written, found = self.source.schema, self.spec.private_statistics is not None
             facts.append(
                 searched_assumption(
@@ -494,6 +500,8 @@ class ResolvedSpec:
 def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> None:
     if spec.private_statistics is None:
         if schema is not None and schema.unknown:
+            from sordino.data.schema import no_range
+
             raise no_range(schema.unknown[0])
         return
     if schema is None or not (schema.searched or schema.merged or schema.counted):
@@ -528,7 +536,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     spec = dataclasses.replace(spec, model=model_of(spec.method, spec.model))
     known, benchmark = entry(spec.method), _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
-    schema = schema if spec.schema is None else Schema.read(spec.schema)
+    schema = schema if spec.schema is None else _read_schema(spec.schema)
     person = _person_column(spec, schema)
     unit = spec.unit or ("record" if person is None else "person")
     if unit == Unit.PERSON and person is None and not elsewhere:
@@ -640,6 +648,12 @@ def _calibrate(spec: Spec, schema: Schema | None) -> float:
     )
     enough = spec.rounds is None or spec.rounds >= LEAST_CALIBRATED_ROUNDS
     return CALIBRATE if classes and usual and enough else 0.0
+
+
+def _read_schema(path: str) -> Schema:
+    from sordino.data.schema import Schema
+
+    return Schema.read(path)
 
 
 def _person_column(spec: Spec, schema: Schema | None) -> str | None:

@@ -20,6 +20,7 @@ from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.privacy.plan import Plan
 from sordino.settings import read_toml
+from sordino.training import model_card
 from sordino.training.folder import EVALUATION_FILE, RunFolder, missing
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
@@ -103,8 +104,6 @@ def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Ite
 
 def _against_card(cert: dict[str, Any], folder: Path, gaps: list[str]) -> Iterator[str]:
     """The model card says what certificate, metrics and model say: it is written again and compared."""
-    from sordino.training import model_card  # here: verifying a certificate alone needs no schema
-
     path = folder / model_card.NAME
     if not path.is_file():
         return

@@ -26,7 +26,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # its parts are imported when they are used
+
+from sordino.lazy import scipy
 
 Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data

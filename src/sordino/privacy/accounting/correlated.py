@@ -13,10 +13,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino.core import Correlated
 from sordino.errors import SordinoError
+from sordino.lazy import scipy
 
 MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
 

@@ -18,12 +18,12 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.lazy import scipy
 from sordino.privacy.accounting import subsampled
-from sordino.privacy.accounting.subsampled import SampledGaussian
+from sordino.privacy.accounting.samplers import SampledGaussian
 
 VERSION = 1  # of the algorithm: cached results of other versions are not read
 POINTS = 33  # epsilons at which the delta of the run is computed

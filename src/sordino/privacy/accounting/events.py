@@ -2,7 +2,8 @@
 
 An event is a noise event (`Gaussian`, `DiscreteGaussian`, or a class added by `register_event`), sampling around one
 (`Sampled`), repetition (`Repeated`), or several events (`Composed`). A `Release` is the flat form of one of them, as
-certificates and ledgers store it. Every function here takes releases and events, and refuses unknown ones.
+certificates and ledgers store it. Every function here takes releases and events, and refuses unknown ones. The account
+of samples is imported where something is sampled.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import numpy as np
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError, nearest
-from sordino.privacy.accounting import concentrated, cover, gaussian, subsampled
+from sordino.privacy.accounting import concentrated, gaussian, normal
 from sordino.privacy.accounting.concentrated import FAILURE
-from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
+from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,11 @@ def epsilon(account: Account, delta: float, adjacency: Adjacency) -> float:
     left = concentrated.remaining(delta, failures)
     if left <= 0:
         return math.inf
-    return subsampled.epsilon(sampled, left, adjacency, rest) if sampled else gaussian.epsilon(rest, left)
+    if not sampled:
+        return gaussian.epsilon(rest, left)
+    from sordino.privacy.accounting import subsampled
+
+    return subsampled.epsilon(sampled, left, adjacency, rest)
 
 
 def mu_up_to(account: Account, delta: float, adjacency: Adjacency, may_fail: float = 0.0) -> float:
@@ -233,6 +238,8 @@ def mu_up_to(account: Account, delta: float, adjacency: Adjacency, may_fail: flo
     failures = sum(part.times for part in parts if part.noise.may_fail)
     sampled, rest = _split(parts, adjacency)
     may_fail += delta - concentrated.remaining(delta, failures)
+    from sordino.privacy.accounting import cover
+
     return cover.mu_up_to(sampled, delta, adjacency, rest, may_fail=may_fail)
 
 
@@ -279,7 +286,9 @@ def guess(account: Account, adjacency: Adjacency) -> float:
         return min(1.0, concentrated_guess(total) + failures * FAILURE / 2)
     sampled, rest = _split(parts, adjacency)
     if not sampled or math.isinf(total):
-        return math.erfc(-total / math.sqrt(8)) / 2  # Phi(total / 2)
+        return normal.upper_tail(-total / 2)
+    from sordino.privacy.accounting import subsampled
+
     return (1 + subsampled.delta(sampled, 0.0, adjacency, rest)) / 2
 
 
@@ -321,7 +330,7 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
 
 def coarse(rates: np.ndarray, most: int = 8) -> np.ndarray:
     """Rates rounded up to a few values, so that many different clients need few accounts. A larger rate costs more."""
-    if len(np.unique(rates)) <= most:
+    if len(set(rates.tolist())) <= most:
         return rates
     edges = np.geomspace(rates.min(), rates.max(), most + 1)[1:]
     edges[-1] = rates.max()

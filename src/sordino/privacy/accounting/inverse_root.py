@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino.core import MOST_ERROR, Noise
 from sordino.errors import SordinoError
+from sordino.lazy import scipy
 from sordino.privacy.accounting.correlated import MOST_CORRELATED_ROUNDS
 
 MOST_BANDS = 4096

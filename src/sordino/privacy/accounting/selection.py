@@ -40,10 +40,10 @@ from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino.core import Trust
 from sordino.errors import SordinoError
+from sordino.lazy import scipy
 from sordino.privacy.accounting import gaussian, roots
 
 MOST_MEAN = 500.0  # of a Poisson number of runs: the sum of its law starts at e^-mean

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import scipy  # its parts are imported when they are used
+
+from sordino.lazy import scipy
 
 OVERFLOW = 1e-6  # of delta, over a whole run
 MOST_OVERFLOW = 2.0**-56  # the largest probability with which one minibatch may overflow, whatever delta is

@@ -58,18 +58,18 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from enum import StrEnum
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino import files
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.lazy import scipy
 from sordino.privacy.accounting import allocation, double_double, gaussian
+from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
 VERSION = 4  # of the algorithm: cached results of other versions are not read
@@ -83,39 +83,6 @@ _UNIT = 2.0**-52
 _ROUNDING_SHARE = 1e-3
 _CUT = 1e-9  # share of delta for the losses beyond the grid
 _STEP = 1.02  # `path` skips points that grow by less
-
-
-class Sampler(StrEnum):
-    """Which records take part in a release: all, each independently at a rate, a fixed number drawn at random, or those
-    that drew this minibatch among those of an epoch."""
-
-    FULL = "full"
-    POISSON = "poisson"
-    FIXED = "fixed"
-    ALLOCATION = "allocation"
-
-
-class SampledGaussian(NamedTuple):
-    """`times` equal Gaussian releases, each on a fresh random part of the data.
-
-    Attributes:
-      rate: the chance of a record to take part.
-      mu: the clip divided by the standard deviation, for either adjacency.
-      times: number of releases; under allocation they are minibatches in a row, from the first one of an epoch on.
-      sampler: how records are drawn.
-      span: 0, or, inside this module, the minibatches of one epoch that are released; `times` then counts epochs.
-    """
-
-    rate: float
-    mu: float
-    times: int
-    sampler: Sampler = Sampler.POISSON
-    span: int = 0
-
-    @property
-    def chance(self) -> float:
-        """The chance of a record to be in one release, or in those of one epoch."""
-        return min(1.0, self.rate * max(self.span, 1))
 
 
 Array = np.ndarray

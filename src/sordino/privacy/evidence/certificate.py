@@ -18,7 +18,7 @@ from sordino.errors import SordinoError
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.inverse_root import InverseRoot
-from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source

@@ -173,6 +173,6 @@ def code_sha256() -> str:
 
 def _listing(root: Path, paths: Sequence[Path]) -> str:
     digest = hashlib.sha256()
-    for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
-        digest.update(f"{path.relative_to(root).as_posix()} {sha256(path)}\n".encode())
+    for name, path in sorted((path.relative_to(root).as_posix(), path) for path in paths):
+        digest.update(f"{name} {sha256(path)}\n".encode())
     return digest.hexdigest()

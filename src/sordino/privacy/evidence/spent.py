@@ -11,8 +11,8 @@ from typing import NamedTuple, Self
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events, gaussian
+from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.accounting.slots import MOST_OVERFLOW
-from sordino.privacy.accounting.subsampled import Sampler
 
 FIXED_BEFOREHAND = ", if the rates, noise and rounds of all runs were fixed before the first result was seen"
 COPIES, REST = 1 / 4, 1 / 16  # shares of delta, of which docs/proofs.md, "The ledger", speaks

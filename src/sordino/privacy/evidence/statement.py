@@ -7,9 +7,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import scipy  # its parts are imported when they are used
-
 from sordino.core import Adjacency, Clipping, Trust, Unit
+from sordino.privacy.accounting import normal
 from sordino.privacy.accounting.events import concentrated_guess
 from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
 from sordino.privacy.evidence.signing import Signer, fingerprint, signed
@@ -351,9 +350,7 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     elif unit is Unit.RECORD and cert["mu"] is not None:
         # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
         several = {
-            k: concentrated_guess(k * cert["mu"])
-            if cert.get("secure")
-            else float(scipy.special.ndtr(k * cert["mu"] / 2))
+            k: concentrated_guess(k * cert["mu"]) if cert.get("secure") else normal.upper_tail(-k * cert["mu"] / 2)
             for k in (2, 5, 10)
         }
         bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())

@@ -17,13 +17,12 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.lazy import optional
+from sordino.lazy import optional, scipy
 from sordino.privacy.accounting import events, gaussian
-from sordino.privacy.accounting.subsampled import Sampler
+from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.evidence import signing
 from sordino.privacy.evidence.certificate import CERTIFICATE_FORMAT, listed, numbers_of
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph

@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from functools import lru_cache
 
-import scipy  # its parts are imported when they are used
+from sordino.lazy import scipy
 
 
 def approximate_quantile(tail: int, bits: int) -> float:

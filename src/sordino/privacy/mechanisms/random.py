@@ -30,11 +30,10 @@ from fractions import Fraction
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
-import scipy  # its parts are imported when they are used
 from numpy.typing import NDArray
 
 from sordino.errors import SordinoError
-from sordino.lazy import Tensor, torch
+from sordino.lazy import Tensor, scipy, torch
 from sordino.privacy.mechanisms.normal_quantile import approximate_quantile, quantile
 
 Floats: TypeAlias = NDArray[np.float64]
