@@ -14,6 +14,7 @@ from sordino.cli.show import terminable
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
 from sordino.privacy.evidence.ledger import Charge, Ledger
+from tests.support import tiers
 
 
 def call(capsys, *words):
@@ -331,7 +332,7 @@ def test_an_audit_writes_what_is_done_after_every_job(capsys, tmp_path, monkeypa
     assert row["rounds"] == 5
 
 
-@pytest.mark.parametrize(("name", "status"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("name", "status"), tiers([("SIGINT", 130), ("SIGTERM", 143)], 1))
 def test_a_run_that_is_stopped_says_how_to_continue(name, status, tmp_path):
     words = ["run", "--method", "dp-fedgd", "--rounds", "100000", "--out", str(tmp_path / "run")]
     # A shell lets its background jobs ignore Ctrl-C, and children inherit that.

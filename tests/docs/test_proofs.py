@@ -937,13 +937,14 @@ def reversed_profile(rate, mu, log_gamma):
 def fitted_size(cost_of, budget, high):
     """The largest size of a run whose cost is within the budget."""
     low = 0.0
-    for _ in range(25):
+    while high - low > 1e-3 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if cost_of(middle) <= budget else (low, middle)
     return low
 
 
-def test_the_gaussian_filter_holds_for_numbers_chosen_after_looking():
+@pytest.mark.parametrize("rates", tiers([[0.03, 0.4], [0.01, 0.03, 0.1, 0.4]], 1), ids=str)
+def test_the_gaussian_filter_holds_for_numbers_chosen_after_looking(rates):
     """A first release, then, by its result, the worst one of runs that each fit beside it, in both orders.
 
     Mutant: runs with samples count by the mu that has their own epsilon at the whole delta.
@@ -956,7 +957,7 @@ def test_the_gaussian_filter_holds_for_numbers_chosen_after_looking():
     def worst(mu_of):
         """Delta of the best choice, by the result, among sampled runs of several rates and a Gaussian one."""
         profiles = [gaussian_profile(left, epsilon - loss)]
-        for rate in (0.01, 0.03, 0.1, 0.4):
+        for rate in rates:
             size = fitted_size(lambda mu, rate=rate: mu_of([SampledGaussian(rate, mu, 1)]), left, 6.0)
             profiles += [profile(rate, size, epsilon - loss) for profile in (sampled_profile, reversed_profile)]
         return float(weight @ np.max(profiles, axis=0))

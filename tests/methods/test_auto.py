@@ -1,5 +1,6 @@
 """auto: its steps against linear algebra done by hand, its noise against what was promised, its records one by one."""
 
+import itertools
 import math
 from functools import partial
 
@@ -173,8 +174,13 @@ def test_runs_side_by_side_are_the_runs_one_by_one():
     assert torch.allclose(both, torch.stack([last(plan, records, seed=s) for s in (3, 4)]))
 
 
-@pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
-@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize(
+    ("unit", "trust"),
+    support.tiers(
+        itertools.product([Unit.RECORD, Unit.CLIENT], Trust),
+        [(Unit.RECORD, Trust.UNTRUSTED_SERVER), (Unit.CLIENT, Trust.SECURE_AGGREGATION)],
+    ),
+)
 def test_pure_noise_does_not_blow_up(unit, trust):
     records = federation()
     for epsilon in (0.01, 0.5, math.inf):

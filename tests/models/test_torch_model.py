@@ -20,6 +20,7 @@ from sordino.models.torch_model import TorchModel, group_norm
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
+from tests.support import tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from test_per_example import NETS, UNRULED, N, made, naive, read
@@ -61,7 +62,7 @@ def test_sums_agree_with_single_examples(name, mode):
 
 
 @pytest.mark.parametrize("mode", ["auto", *MODES])
-@pytest.mark.parametrize("chunk", [1, 3, 7, None])
+@pytest.mark.parametrize("chunk", tiers([1, 3, 7, None], [3, None]))
 def test_leading_axes(mode, chunk):
     """Clients, and runs of clients, by theta, data, mask or scale alone or together."""
     flat = TorchModel(mlp(), mode=mode, chunk=chunk)

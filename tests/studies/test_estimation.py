@@ -185,6 +185,7 @@ def test_fednewton_fails_where_it_is_said_to(cell, repetitions):
     assert not theory.safe(cell.case)
 
 
+@pytest.mark.soak
 def test_fednewton_wins_where_it_is_safe():
     cell = DesignPoint("logistic", "equal", 20, 3.0)
     found = simulate_cell(cell, 30, methods=["fedsgd", "fednewton"])

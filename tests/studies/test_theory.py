@@ -142,7 +142,7 @@ def test_noise_drawn_client_by_client_has_that_variance(law):
     assert abs(found / (expected / 4) - 1) > 4 * math.sqrt(2 / count)  # add-remove, or a forgotten 2
 
 
-@pytest.mark.parametrize(("steps", "lr"), tiers([(3, 0.5), (20, 1.0), (7, 2.0)], [(3, 0.5), (7, 2.0)]))
+@pytest.mark.parametrize(("steps", "lr"), tiers([(3, 0.5), (20, 1.0), (7, 2.0)], [(3, 0.5)]))
 def test_fedsgd_is_as_predicted_on_a_quadratic(steps, lr):
     records, world = quadratic(length=0.0)
     found = errors(build("fedsgd", clip=CLIP, lr=lr), steps, records, length=0.0)
@@ -161,6 +161,7 @@ def test_the_way_left_is_as_predicted(steps, lr):
     assert terms.total == pytest.approx(left)
 
 
+@pytest.mark.soak
 def test_fedhybrid_pays_two_k2_over_k():
     records, world = quadratic((0.5, 0.5))
     steps, local, later = 12, 5, 3

@@ -514,7 +514,7 @@ def python(script, *arguments):
 
 def test_processes_share_one_limit_and_one_chain(tmp_path):
     fit = 20
-    paths = [tmp_path / f"{i}.db" for i in range(8)]
+    paths = [tmp_path / f"{i}.db" for i in range(4)]
     assert python(TOGETHER, 2.0 * math.sqrt(fit) / gaussian.mu(EPSILON, DELTA), *paths) == ""
     for path in paths:
         with Ledger(path) as opened:
