@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from sordino.cli.run import remedy
+from sordino.core import Trust
 from sordino.models.linear import Linear, Loss
 from sordino.training.evaluate import beats_constant_guess, evaluate, no_better
 
@@ -98,3 +100,18 @@ def test_the_reason_names_both_figures():
     assert no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": 0.5}).endswith("prevalence is 0.5623")
     assert no_better(data(y, ("a", "b")), {"log_loss": 0.5, "auc": 0.4}) == "its AUC is 0.4"
     assert "and 75.00% have the most common class" in no_better(data(y, ("a", "b", "c")), {"accuracy": 0.75})
+
+
+@pytest.mark.parametrize(
+    ("trust", "clients", "says"),
+    [
+        (Trust.UNTRUSTED_SERVER, 4, "raise epsilon, gather more records or use --trust secure-aggregation."),
+        (Trust.UNTRUSTED_SERVER, 1, "raise epsilon or gather more records."),
+        (Trust.SECURE_AGGREGATION, 4, "raise epsilon or gather more records."),
+    ],
+)
+def test_the_remedy_is_not_what_the_run_does_already(trust, clients, says):
+    model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
+    resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
+    plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients)
+    assert remedy(SimpleNamespace(resolved=resolved, plan=plan)).endswith(says)

@@ -265,6 +265,26 @@ def slope_note(measured: dict[str, Any], tests: int | None) -> str:
     )
 
 
+def remedy(prepared: Any) -> str:
+    """What helps a model that is no better than a constant guess."""
+    from sordino.core import Trust
+
+    resolved, plan = prepared.resolved, prepared.plan
+    if resolved.model.entry.network:
+        return "Try more rounds, another lr or another clip (docs/deep.md)."
+    if resolved.model.options.get("class_weights"):
+        return "Class weights move risks away from what is observed; read the AUC instead."
+    if resolved.source.schema is None:
+        return (
+            "The noise exceeds the signal, or features differ in scale: describe the table by a schema (sordino "
+            "schema draft), try --public-stats FILE, or --set normalize=l2."
+        )
+    helps = ["raise epsilon", "gather more records"]
+    if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
+        helps.append("use --trust secure-aggregation")
+    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}."
+
+
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     """The result. `privacy.evidence.public` lists every line that may be printed here."""
     from sordino.privacy import calibration
@@ -321,18 +341,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     rows.append(("files", f"{out}: {what} (README.txt)"))
     facts(rows)
     if not beats_constant_guess(prepared.dataset, last):
-        remedy = (
-            "Try more rounds, another lr or another clip (docs/deep.md)."
-            if prepared.resolved.model.entry.network
-            else "Class weights move risks away from what is observed; read the AUC instead."
-            if prepared.resolved.model.options.get("class_weights")
-            else "The noise exceeds the signal: raise epsilon, gather more records, or use --trust secure-aggregation."
-            if prepared.resolved.source.schema is not None
-            else "The noise exceeds the signal, or features differ in scale: describe the table by a schema (sordino "
-            "schema draft), try --public-stats FILE, or --set normalize=l2."
-        )
         why = no_better(prepared.dataset, last)
-        console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy}", markup=False)
+        console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy(prepared)}", markup=False)
     changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
         console().print(note, markup=False)
