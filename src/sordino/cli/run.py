@@ -341,8 +341,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     rows.append(("files", f"{out}: {what} (README.txt)"))
     facts(rows)
     if not beats_constant_guess(prepared.dataset, last):
-        why = no_better(prepared.dataset, last)
-        console().print(f"WARNING: the model is no better than a constant guess: {why}. {remedy(prepared)}", markup=False)
+        why = f"{no_better(prepared.dataset, last)}. {remedy(prepared)}"
+        console().print(f"WARNING: the model is no better than a constant guess: {why}", markup=False)
     changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
         console().print(note, markup=False)

@@ -80,8 +80,8 @@ def adadps(
 
     Args:
         unit: Whose data are protected, one record or one whole client.
-        clip: Bound on the norm of a record's gradient, or of a client's message. At record level the gradient is divided
-            by A before the clip.
+        clip: Bound on the norm of a record's gradient, or of a client's message. At record level the gradient is
+            divided by A before the clip.
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
