@@ -55,6 +55,25 @@ def test_a_figure_that_names_no_line_is_refused(figures):
         figures.figure("sofim-3; ours; DP-FedNothing; 70")
 
 
+def unexplained(text, folder):
+    """The includes of a page that no line before them explains to a reader of the sources, with a link to a file."""
+    lines = text.splitlines()
+    for k, line in enumerate(lines):
+        if line.startswith("```{include}"):
+            linked = re.match(r"% .*\]\((\S+?)\)", lines[k - 2]) if k >= 2 else None
+            if linked is None or not (folder / linked[1]).exists():
+                yield line
+
+
+def test_pages_that_the_site_fills_in_say_where_their_content_is():
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if not {"_build", "_generated"} & {*path.parts}]
+    texts = {path: path.read_text(encoding="utf-8") for path in pages}
+    assert sum("```{include}" in text for text in texts.values()) >= 25
+    assert [line for path, text in texts.items() for line in unexplained(text, path.parent)] == []
+    assert list(unexplained("```{include} ../CHANGELOG.md\n```\n", ROOT / "docs"))
+    assert list(unexplained("% See [this](gone.md).\n\n```{include} ../CHANGELOG.md\n```\n", ROOT / "docs"))
+
+
 def test_no_page_hides_markers():
     pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("*/*.md"), ROOT / "README.md"]
     assert len(pages) > 50
