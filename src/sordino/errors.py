@@ -15,7 +15,22 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
+
+# What other libraries call an option or a key of a run, in small letters alone, and what it is called here.
+SYNONYMS = {
+    "learningrate": "lr",
+    "stepsize": "lr",
+    "batchsize": "batch",
+    "epochs": "rounds",
+    "iterations": "rounds",
+    "maxgradnorm": "clip",
+    "clipnorm": "clip",
+    "clippingnorm": "clip",
+    "noisemultiplier": "noise",
+    "eps": "epsilon",
+}
 
 
 class SordinoError(ValueError):
@@ -71,6 +86,31 @@ class Refused(Exception):  # noqa: N818
         self.code, self.detail = code, detail
 
 
+def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The known name that was probably meant, or None.
+
+    Args:
+        name: What the user wrote.
+        known: The names that exist.
+        cutoff: How similar a name must be, from 0 to 1.
+
+    >>> closest("digts", ["digits", "mnist"])
+    'digits'
+    >>> closest("learning_rate", ["clip", "lr"])
+    'lr'
+
+    A name that lacks the prefix of the private methods is completed:
+
+    >>> closest("fedgd", ["dp-fedgd", "fedsgd"])
+    'dp-fedgd'
+    """
+    known = sorted(known)
+    for meant in (f"dp-{name}", SYNONYMS.get(re.sub("[^a-z]", "", name.lower()))):
+        if meant in known:
+            return meant
+    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the whole list where nothing is near.
 
@@ -78,17 +118,10 @@ def nearest(name: str, known: Iterable[str]) -> str:
     " Did you mean 'digits'?"
     >>> nearest("zzz", ["digits", "mnist"])
     ' Known: digits, mnist.'
-
-    A name that lacks the prefix of the private methods is completed:
-
-    >>> nearest("fedgd", ["dp-fedgd", "fedsgd"])
-    " Did you mean 'dp-fedgd'?"
     """
     known = sorted(known)
-    if f"dp-{name}" in known:
-        return f" Did you mean 'dp-{name}'?"
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f" Did you mean '{near[0]}'?" if near else f" Known: {', '.join(known)}."
+    meant = closest(name, known)
+    return f" Did you mean '{meant}'?" if meant else f" Known: {', '.join(known)}."
 
 
 def check_known(name: str, value: object, known: Collection[str]) -> None:

@@ -36,10 +36,10 @@ def test_every_key_can_be_set():
     ("values", "message"),
     [
         ({"epsilonn": 1}, r"epsilonn: .*Did you mean 'epsilon'"),
-        (
-            {"method": "dp-fedgd", "learning_rate": 1},
-            r"learning_rate: .* Options of dp-fedgd: clip, lr, tail, quantile\.",
-        ),
+        ({"method": "dp-fedgd", "learning_rate": 1}, r"learning_rate: .* or of model auto\. Did you mean 'lr'\?$"),
+        ({"learningrate": 1}, r"learningrate: .* Did you mean 'lr'\? It is an option of dp-fedgd.*: set method\.$"),
+        ({"method": "dp-fedgd", "momentumm": 1}, r"Did you mean 'momentum'\? It is an option of .*: set method\.$"),
+        ({"method": "dp-fedgd", "zzz": 1}, r"zzz: .* Options of dp-fedgd: clip, lr, tail, quantile\."),
         ({"method": "dp-fedgd", "rho": 1.0}, r"rho: not an option of dp-fedgd\. It is one of dp-fedsofim"),
         ({"method": "dp-fedsophim"}, r"method: .*Did you mean 'dp-fedsofim'"),
         ({"rounds": 2.5}, r"rounds: 2.5 must be a whole number"),

@@ -7,14 +7,13 @@ that everything else works with.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sordino.errors import SordinoError, check_known
+from sordino.errors import SordinoError, check_known, closest
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.settings import read_toml, typed
@@ -199,16 +198,23 @@ def _type_of(default: Any) -> str:
 
 def _unknown(key: str, method: str, model: str) -> SordinoError:
     """The error for a key that neither the run nor its method nor its model has."""
-    others = [name for name, known in REGISTRY.items() if key in known.options]
-    if others:
-        also = f" It is one of {', '.join(others[:3])}{' …' if len(others) > 3 else ''}: set method."
-        return SordinoError(f"{key}: not an option of {method}.{also}")
-    others = [name for name, known in registry.REGISTRY.items() if key in known.options]
-    if others:
-        also = f" It is one of {', '.join(others[:3])}{' …' if len(others) > 3 else ''}: set model."
-        return SordinoError(f"{key}: not an option of model {model}.{also}")
-    if near := difflib.get_close_matches(key, keys(method, model), n=1, cutoff=0.6):
-        hint = f"Did you mean '{near[0]}'?"
+    if others := _methods_with(key):
+        return SordinoError(f"{key}: not an option of {method}. It is one of {others}: set method.")
+    if others := _some([name for name, known in registry.REGISTRY.items() if key in known.options]):
+        return SordinoError(f"{key}: not an option of model {model}. It is one of {others}: set model.")
+    if meant := closest(key, keys(method, model), cutoff=0.6):
+        hint = f"Did you mean '{meant}'?"
+    elif meant := closest(key, {option for known in REGISTRY.values() for option in known.options}, cutoff=0.6):
+        hint = f"Did you mean '{meant}'? It is an option of {_methods_with(meant)}: set method."
     else:
         hint = f"Options of {method}: {', '.join(entry(method).options)}."
     return SordinoError(f"{key}: neither a key of a run nor an option of {method} or of model {model}. {hint}")
+
+
+def _methods_with(option: str) -> str:
+    """Some methods that have an option; empty if none has."""
+    return _some([name for name, known in REGISTRY.items() if option in known.options])
+
+
+def _some(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:3])}{' …' if len(names) > 3 else ''}"
