@@ -19,7 +19,7 @@ from sordino.methods.uncertainty import with_uncertainty
 from sordino.models.linear import Linear
 from sordino.training import run
 from sordino.training.export import export
-from sordino.training.intervals import INTERCEPT, estimate, table
+from sordino.training.intervals import INTERCEPT, estimate, table, told
 from sordino.training.predict import load_run
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -111,7 +111,7 @@ def test_contracts_hold():
     assert {report.query.split()[-1] for report in reports} == {"gradient", "curvature"}
 
 
-def test_a_run_writes_them(tmp_path):
+def test_a_run_writes_them(tmp_path, capsys):
     x, y, _ = problem(6000)
     names = ["a", "b", "c"]
     rows = [",".join([*(f"{v:.4f}" for v in row), "yes" if label else "no"]) for row, label in zip(x, y, strict=True)]
@@ -122,6 +122,7 @@ def test_a_run_writes_them(tmp_path):
     words = ["run", "--data", str(tmp_path / "data.csv"), "--schema", str(tmp_path / "schema.toml"), "--clients", "2"]
     words += ["--epsilon", "8", "--rounds", "24", "--set", "uncertainty=0.2", "--out", str(tmp_path / "run")]
     assert main(words) == 0
+    assert "intervals  4 of 4 coefficients have a 95 % interval\n" in capsys.readouterr().out
     assert not verify_run(tmp_path / "run").problems
     certificate = json.loads((tmp_path / "run" / "public" / "certificate.json").read_text())
     assert certificate["certified"]
@@ -137,6 +138,30 @@ def test_a_run_writes_them(tmp_path):
     assert low > 0, "a coefficient of 1 in 6,000 records is seen at epsilon 8"
     truth = math.sqrt(3) / 10  # of a feature that is scaled by 10 / sqrt(3)
     assert abs(float(table["a"]["estimate"]) - truth) < 6 * float(table["a"]["standard_error"])
+
+
+def test_run_and_export_say_why_intervals_are_blank(tmp_path, capsys):
+    """With 600 records at epsilon 1 the noise hides everything; somebody who reads the blank cells must know why."""
+    x, y, _ = problem(600)
+    np.savez(tmp_path / "data.npz", x=x.astype(np.float32), y=y.astype(np.int64))
+    words = ["run", "--data", str(tmp_path / "data.npz"), "--partition", "iid", "--clients", "2", "--epsilon", "1"]
+    words += ["--rounds", "8", "--set", "uncertainty=0.2", "--out", str(tmp_path / "run")]
+    blank = "0 of 4 coefficients have a 95 % interval; the noise is too large for the others"
+    assert main(words) == 0
+    assert blank in capsys.readouterr().out
+    words = ["export", str(tmp_path / "run"), "--to", "coefficients", "--out", str(tmp_path / "coefficients.csv")]
+    assert main(words) == 0
+    assert blank in capsys.readouterr().out
+    lines = [line for line in (tmp_path / "coefficients.csv").read_text().splitlines() if not line.startswith("#")]
+    rows = list(csv.DictReader(lines))
+    assert rows
+    assert not any(row["low"] for row in rows)
+
+
+def test_the_sentence_counts_what_is_known():
+    row = {"feature": "a", "low": 0.0}
+    assert told([row, row]) == "2 of 2 coefficients have a 95 % interval"
+    assert told([row, {**row, "low": None}]).startswith("1 of 2 coefficients have a 95 % interval; the noise is too")
 
 
 @pytest.mark.parametrize(

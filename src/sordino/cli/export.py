@@ -27,15 +27,18 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     from sordino.training.export import export, output_of, preparation
+    from sordino.training.intervals import told
     from sordino.training.predict import load_run
 
     run = load_run(arguments.model)
     written = export(run, arguments.to, arguments.out)
+    rows = run.about.get("intervals")
     facts(
         [
             ("files", ", ".join(map(str, written))),
             ("input", f"{run.about['features']} encoded features; {preparation(run).words}"),
             ("output", f"probabilities of {', '.join(run.classes[:10])}" if run.classes else output_of(run)),
+            *([("intervals", told(rows))] if arguments.to == "coefficients" and rows else []),
         ]
     )
     if run.certificate is not None and not run.certificate["certified"]:

@@ -294,6 +294,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
+    from sordino.training.intervals import told
+    from sordino.training.model_card import read_header
     from sordino.training.private_statistics import rough
     from sordino.training.run import final_metrics, shared_of
 
@@ -320,6 +322,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
     measured = final_metrics(prepared, out)
     rows += _quality(measured, prepared.dataset)
+    if settings.uncertainty:
+        rows.append(("intervals", told(read_header(RunFolder.find(out).public / "model.safetensors")["intervals"])))
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"
     promise = f"ε = {epsilon} at δ = {cert['delta']:g}, {cert['unit']} level, {cert['adjacency']}, {cert['trust']}"
     verdict = "certified" if cert["certified"] else f"NOT certified: {'; '.join(cert['reasons'])}"

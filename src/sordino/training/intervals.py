@@ -16,7 +16,7 @@ because they sum to 1, and for indicators that are hardly ever 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -77,3 +77,19 @@ def table(found: Estimate, names: Sequence[str], level: float = 0.95) -> list[di
         keys = ("estimate", "standard_error", "low", "high")
         rows.append({"feature": name} | {k: float(v) if known else None for k, v in zip(keys, numbers, strict=True)})
     return rows
+
+
+def told(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How many coefficients have an interval, and, where some have none, why and what would help.
+
+    Args:
+        rows: One per coefficient, as `table` writes them.
+    """
+    known = sum(row["low"] is not None for row in rows)
+    count = f"{known} of {len(rows)} coefficients have a 95 % interval"
+    if known == len(rows):
+        return count
+    return (
+        f"{count}; the noise is too large for the others, or their columns sum to 1; more records, a larger epsilon or "
+        "uncertainty, or trust = secure-aggregation makes the noise smaller"
+    )

@@ -158,15 +158,27 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
     sure = slope_note({"calibration_slope": 0.5}, 1000)
     monkeypatch.setattr("sordino.cli.run.slope_note", lambda measured, tests: sure)
     seen = set()
-    for name in ("record", "client", "sampled", "quantity", "seeded", "benchmark", "count", "open survival", "found"):
+    for name in (
+        "record",
+        "client",
+        "sampled",
+        "quantity",
+        "seeded",
+        "benchmark",
+        "count",
+        "open survival",
+        "found",
+        "intervals",
+    ):
         words = list(RUNS[name])
         known = {"FILE": "patients.csv" if "by-column:site" in words else "free.csv", "QUANTITY": "dose.csv"}
         known |= dict.fromkeys(("COUNT", "TIME"), "numbers.csv") | {"COUNTS": "counts.toml", "TIMES": "times.toml"}
-        known["SCHEMA"] = "found.toml"
+        known["SCHEMA"] = "found.toml" if name == "found" else "schema.toml"
         words = [str(files / known[word]) if word in known else word for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
         words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []
-        assert main(["run", *words, "--method", "dp-fedgd", "--rounds", "3", "--out", str(tmp_path / name)]) == 0
+        words += [] if name == "intervals" else ["--method", "dp-fedgd", "--rounds", "3"]
+        assert main(["run", *words, "--out", str(tmp_path / name)]) == 0
         captured = capsys.readouterr()
         for line in filter(None, re.split(r"[\r\n]+", captured.out + captured.err)):
             own = [k for k, one in enumerate(public.CONSOLE) if re.fullmatch(one.pattern, line.strip())]

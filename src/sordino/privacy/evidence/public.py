@@ -340,6 +340,7 @@ CONSOLE = (
     Line(rf"counts +{NUMBER} predicted on average, {NUMBER} observed", TESTED),
     Line(rf"scores +Brier score {NUMBER}, mean over edges", TESTED),
     Line(rf"survival +by {NUMBER} {NUMBER} predicted, {NUMBER} observed(; by .+)?", TESTED),
+    Line(r"intervals +\d+ of \d+ coefficients have a 95 % interval(; the noise is too large .+)?", FROM_RELEASES),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
     Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
