@@ -1,4 +1,6 @@
+import argparse
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 from sordino import checks
-from sordino.cli import main
+from sordino.cli import COMMANDS, _parser, main
 from sordino.cli.show import terminable
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
@@ -220,6 +222,44 @@ def test_help_reads_well(capsys):
         assert "examples:" in captured.out
 
 
+def unexplained(parser):
+    """The options of a command and its parts that have no help."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for part in action.choices.values():
+                yield from unexplained(part)
+        elif not action.help:
+            yield f"{parser.prog}: {action.dest}"
+
+
+def test_every_option_is_explained():
+    assert list(unexplained(_parser(COMMANDS))) == []
+    bare = argparse.ArgumentParser("bare")
+    bare.add_argument("--port")
+    assert list(unexplained(bare)) == ["bare: port"]
+
+
+def test_help_says_what_a_canary_and_the_port_of_a_link_are(capsys):
+    for words, meant in (
+        (["audit"], r"differ in one record \(or one whole client\): the canary, which is made so that its influence"),
+        (["federate", "coordinate"], r"TCP port that the link listens on, and that sites name in --link HOST:N"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*words, "--help"])
+        assert re.search(meant, " ".join(capsys.readouterr().out.split()))
+
+
+@pytest.mark.parametrize("name", [name.rpartition(".")[2] for name in COMMANDS])
+def test_a_command_alone_has_the_same_help_as_among_all(capsys, name):
+    """`main` declares only the command that was named."""
+    texts = []
+    for parser in (_parser(COMMANDS), _parser((f"sordino.cli.{name}",))):
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "--help"])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != ""
+
+
 def test_it_is_a_program():
     done = subprocess.run([sys.executable, "-m", "sordino.cli", "--help"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
@@ -379,6 +419,17 @@ def test_columns_and_choices_are_explained(capsys, monkeypatch):
     assert "found: the largest part of that which a search reached" in call(capsys, "check", "dp-fedgd")[1]
     words = ["audit", "dp-fedgd", "--runs", "40", "--unit", "record", "--adjacency", "replace-one", "--seed", "1"]
     assert "reach: mu that the attack achieves over the certified mu" in call(capsys, *words)[1]
+
+
+def test_check_tells_of_each_finished_check_where_there_is_no_terminal(capsys, monkeypatch):
+    passed = checks.Report("dp-fedgd", "record", "add-remove", "0.0 gradient", 1.0, 0.99, 0.0, True, [])
+    failed = passed._replace(passed=False, problems=["too far"])
+    monkeypatch.setattr(checks, "check_sums", lambda device: [passed])
+    monkeypatch.setattr(checks, "check", lambda name: [passed, failed] if name == "dp-ftrl" else [passed])
+    status, _, err = call(capsys, "check", "--sums", "dp-fedgd", "dp-ftrl", "--json")
+    assert status == 1
+    lines = [line.partition("  ")[2] for line in err.splitlines()]
+    assert lines == ["1 of 3  sums: passed", "2 of 3  dp-fedgd: passed", "3 of 3  dp-ftrl: failed"]
 
 
 def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):

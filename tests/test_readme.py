@@ -18,6 +18,11 @@ def test_it_is_short_and_has_no_hidden_text():
     assert len(re.findall(r"(?m)^\| ?-", README)) == 1
 
 
+def test_it_says_how_long_the_tests_take_as_contributing_does():
+    (told,) = re.findall(r"(?m)^make test +# run the tests: (about \w+ minutes) on two cores$", README)
+    assert f"`make test` ({told} on two quiet cores)" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
 def test_its_links_lead_somewhere():
     links = LINK.findall(README)
     assert len(links) >= 5

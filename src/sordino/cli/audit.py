@@ -14,9 +14,10 @@ from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
 ABOUT = """
-The audit runs the method many times on two neighbouring data sets, which differ in one record (or one whole client). An
-adversary who knows everything but the noise guesses, after each run, which of the two it saw. Its error rate gives a
-lower bound on epsilon that holds with 95 % confidence.
+The audit runs the method many times on two neighbouring data sets, which differ in one record (or one whole client):
+the canary, which is made so that its influence on the releases is as large as possible. An adversary who knows
+everything but the noise guesses, after each run, which of the two data sets it saw. Its error rate gives a lower bound
+on epsilon that holds with 95 % confidence.
 
 Columns of the table:
   by account     lower bound that assumes the form of the releases that the certificate states: mu-Gaussian DP, or
@@ -29,9 +30,9 @@ If a lower bound lies above the certified epsilon, the audit repeats it twice wi
 guarantee is broken and the exit status is 1.
 
 Given the folder of a finished run, the audit repeats that run on its own data, many times, with and without a change of
-one canary: a real record with a wrong label. One attacker sees the final model, one sees every model. The results are
-statements about these two attacks, not about privacy in general, and they are not differentially private: they are as
-confidential as the records. They go into the run's private/ (audit.json, audit.png).
+one record; here the canary is a real record with a wrong label. One attacker sees the final model, one sees every
+model. The results are statements about these two attacks, not about privacy in general, and they are not differentially
+private: they are as confidential as the records. They go into the run's private/ (audit.json, audit.png).
 """
 SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4", "allocation:4")  # audits with minibatches that --all adds
 AUDIT_DTYPES = ("float32", "float64")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from contextlib import nullcontext
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -86,14 +89,29 @@ def _shape(text: str) -> tuple[int, int]:
     return int(features), int(classes)
 
 
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, Sequence[Any]], None]]:
+    """Call it with a name and its reports after each check: a bar on stderr, or a line each if that is no terminal."""
+    if sys.stderr.isatty():
+        with bar("checking", total) as progress:
+            yield lambda name, reports: progress()
+        return
+    numbers = itertools.count(1)
+
+    def tell(name: str, reports: Sequence[Any]) -> None:
+        outcome = "passed" if all(report.passed for report in reports) else "failed"
+        line = f"{time.strftime('%H:%M:%S')}  {next(numbers)} of {total}  {name}: {outcome}"
+        print(line, file=sys.stderr, flush=True)
+
+    yield tell
+
+
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     if arguments.fuzz is not None:
         return _fuzz(arguments)
     if arguments.case is not None:
         raise SordinoError("--case: it names a case of --fuzz; give --fuzz SECONDS too.")
-    from rich.console import Console
-
     from sordino import methods, plugins
     from sordino.checks import (
         CALIBRATE,
@@ -131,12 +149,12 @@ def act(arguments: argparse.Namespace) -> int:
     for name in names:
         if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING):
             registry.entry(name) if name in models else methods.entry(name)
-    shown = Console(stderr=True)
-    reports = []
-    if arguments.all or arguments.sums:
-        with shown.status("checking sums"):
+    sums = arguments.all or arguments.sums
+    reports: list[Report] = []
+    with _progress(len(names) + sums) as finished:
+        if sums:
             reports += check_sums(device=arguments.device)
-    with bar("checking", len(names)) if names else nullcontext() as progress:
+            finished("sums", reports)
         for name in names:
             others: dict[str, Callable[[str], Any]] = {
                 CALIBRATE: check_calibration,
@@ -152,8 +170,7 @@ def act(arguments: argparse.Namespace) -> int:
             reports += results
             if name in outside:
                 plugins.remember(outside[name], ok=all(report.passed for report in results))
-            if progress is not None:
-                progress()
+            finished(name, results)
     if not emit(arguments, [report._asdict() for report in reports]):
         table(
             ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),

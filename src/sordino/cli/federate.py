@@ -465,7 +465,13 @@ def _add_coordinate(parts: Any) -> None:
         metavar="ADDRESS",
         help="address to listen on (default: loopback, behind a proxy)",
     )
-    parser.add_argument("--port", type=int, default=8000, metavar="N")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=8000,
+        metavar="N",
+        help="TCP port that the link listens on, and that sites name in --link HOST:N (default: 8000)",
+    )
     operate.add_status_port(parser)
     _add_transport(parser)
 
@@ -547,7 +553,7 @@ def _add_join(parts: Any) -> None:
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem",
     )
     operate.add_site(parser)
-    parser.add_argument("--link", required=True, metavar="HOST:PORT")
+    parser.add_argument("--link", required=True, metavar="HOST:PORT", help="where the coordinator's link listens")
     parser.add_argument("--authority", required=True, metavar="FILE", help="the coordinator's tls/authority.pem")
     parser.add_argument(
         "--port", type=int, default=9094, metavar="N", help="a free port on this machine (default: 9094)"

@@ -42,7 +42,7 @@ def add(commands: Any) -> None:
         "sordino schema check schema.toml\nsordino schema check schema.toml patients.csv\n"
         "sordino schema check patients.csv --schema schema.toml   the same",
     )
-    check.add_argument("schema", nargs="?", metavar="SCHEMA.toml")
+    check.add_argument("schema", nargs="?", metavar="SCHEMA.toml", help="the schema to check")
     check.add_argument("file", nargs="?", metavar="FILE", help="a table that must fit")
     check.add_argument("--schema", dest="named", metavar="SCHEMA.toml", help="the schema, as `sordino run` names it")
     add_json(check)
