@@ -91,5 +91,5 @@ def told(rows: Sequence[Mapping[str, Any]]) -> str:
         return count
     return (
         f"{count}; the noise is too large for the others, or their columns sum to 1; more records, a larger epsilon or "
-        "uncertainty, or trust = secure-aggregation makes the noise smaller"
+        "a larger uncertainty makes it smaller"
     )
