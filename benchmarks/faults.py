@@ -61,10 +61,8 @@ def page(out: dict[str, Any]) -> str:
     unknown = ", ".join(f"{name}: {answer}" for name, answer in out["unknown_sites"].items())
     text += f"\n**Unknown sites at the link**: {unknown}.\n"
     died = ", ".join(f"{name} {times}" for name, times in sorted(out["restarts"].items()))
-    made = Counter(run.get("commit", out["provenance"]["commit"][:12]) for run in runs.values())
-    if len(made) > 1:
-        parts = ", ".join(f"{count} at {commit}" for commit, count in made.items())
-        text += f"\nScenarios by the commit at which they ran last: {parts}.\n"
+    parts = ", ".join(f"{count} of commit {commit[:7]}" for commit, count in out["rows_of_commits"].items())
+    text += f"\nScenarios, by the commit at which they ran last: {parts}.\n"
     return text + f"\nProcesses killed and started again: {died}. {out['seconds'] / 60:.0f} minutes in all.\n"
 
 
@@ -72,7 +70,7 @@ def joined(earlier: dict[str, Any], trial: dict[str, Any]) -> dict[str, Any]:
     """Two parts of the same trial: scenarios of both in their order, and sums of what was counted."""
     import scenarios
 
-    made = earlier["provenance"]["commit"][:12]
+    made = earlier["provenance"]["commit"]
     runs = {name: {"commit": made} | run for name, run in earlier["runs"].items()} | trial["runs"]
     counted = {key: dict(Counter(earlier[key]) + Counter(trial[key])) for key in ("restarts", "random_faults")}
     return {
@@ -94,10 +92,12 @@ def main() -> None:
     parser.add_argument("--add", action="store_true", help="add these scenarios to those in the file, or replace them")
     parser.add_argument("--keep", type=Path, help="where to leave everything, for a look")
     options = parser.parse_args()
+    about = provenance("python benchmarks/faults.py")
     with tempfile.TemporaryDirectory() as place:
         trial = fault_trials.run(
             options.keep or Path(place), tuple(options.only), lambda text: print(text, flush=True), True
         )
+    trial["runs"] = {name: {"commit": about["commit"]} | run for name, run in trial["runs"].items()}
     if options.add and options.out.exists():
         trial = joined(json.loads(options.out.read_text()), trial)
     wrong = {name: bad for name, run in trial["runs"].items() if (bad := fault_trials.problems(name, run))}
@@ -105,7 +105,8 @@ def main() -> None:
         run["expected"] = list(scenarios.SCENARIOS[name].came)
         outcome = f"{run['tries']} tries" if "tries" in run else f"{run['came']}, {run['seconds']:.0f} s"
         print(f"{'NOT' if name in wrong else 'ok '} {name}: {outcome} {wrong.get(name, '')}")
-    out = {"provenance": provenance("python benchmarks/faults.py"), **trial, "not_as_expected": wrong}
+    commits = dict(Counter(run["commit"] for run in trial["runs"].values()))
+    out = {"provenance": about, "rows_of_commits": commits, **trial, "not_as_expected": wrong}
     options.out.write_text(json.dumps(out, indent=1) + "\n")
     options.out.with_suffix(".md").write_text(page(out))
     sys.exit(bool(wrong or trial["violations"] or set(trial["unknown_sites"].values()) != {"refused"}))
