@@ -366,7 +366,7 @@ def _status(arguments: argparse.Namespace) -> int:
                     [("REFUSES", found.problem)]
                     if found.problem
                     else [
-                        ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}"),
+                        ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}{found.caveat}"),
                         ("left", f"ε = {found.left:.4g} for one run"),
                     ]
                 ),

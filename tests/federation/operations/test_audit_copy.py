@@ -7,10 +7,13 @@ import pytest
 from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.federation import sentences
+from sordino.federation.operations import status_page
 from sordino.federation.operations.audit_copy import audit_copy
+from sordino.federation.operations.status import of_site
 from sordino.federation.terms import against_terms
 from sordino.federation.witness import signed_mark
 from sordino.privacy.evidence import public
+from sordino.privacy.evidence.spent import FIXED_BEFOREHAND, Charge
 from sordino.training.verify_run import verify_run
 
 NORTH = "north"
@@ -51,6 +54,25 @@ def test_a_site_s_copy_verifies_and_holds_listed_fields_alone(ended, tmp_path, c
     for secret in (ended.place(NORTH) / "data.npz", ended.place(NORTH) / "identity.key"):
         assert not any(path.read_bytes() == secret.read_bytes() for path in out.rglob("*") if path.is_file())
     assert all(path.stat().st_mode & 0o222 == 0 for path in out.rglob("*") if path.is_file())
+
+
+def test_a_site_s_copy_says_what_its_figure_assumes(ended, tmp_path):
+    """The reason that a person gave stays at the site."""
+    sampled = Charge("", 0, "g", 1.0, 2.0, 1, "another run", 0.1, "poisson replace-one")
+    assert json.loads(_copy(ended, tmp_path / "before"))["assumes"] == ""
+    with ended.ledger(NORTH) as ledger:
+        ledger.state_fixed_plan("protocol of 3 March")
+        ledger.charge([sampled._replace(who=ledger.account())])
+        assert (caveat := ledger.caveat(ledger.account())) != ""
+    text = _copy(ended, tmp_path / "after")
+    assert json.loads(text)["assumes"] == caveat.removeprefix(", ") == FIXED_BEFOREHAND.removeprefix(", ")
+    assert "3 March" not in text
+    assert caveat in status_page.page(of_site(ended.place(NORTH)))
+
+
+def _copy(federation, out):
+    audit_copy(federation.place(NORTH), out)
+    return (out / "ledger.json").read_text()
 
 
 def test_a_coordinator_s_copy_has_no_scores_and_the_sites_receipts(ended, tmp_path):

@@ -70,6 +70,7 @@ def _of_site(folder: Path) -> dict[str, str]:
         "epsilon": config.epsilon,
         "delta": config.delta,
         "spent": status.epsilon,
+        "assumes": status.caveat.removeprefix(", "),
         "rounds": status.answered,
         "problem": bool(status.problem),
         "receipt": None,

@@ -64,6 +64,7 @@ class BudgetStatus:
     runs: int = 0  # that ended
     refusals: int = 0
     failures: int = 0
+    caveat: str = ""  # what follows `epsilon` in a sentence where it does not hold for any choice of later runs
     problem: str = ""  # why the site refuses every message, such as a ledger that was put back
     log: list[str] = field(default_factory=list)
 
@@ -170,6 +171,7 @@ def of_site(folder: Path) -> BudgetStatus:
                 who = accounts[-1].who
                 status.epsilon = ledger.spent_epsilon(who, config.delta)
                 status.left = ledger.left(who, (config.epsilon, config.delta)) or 0.0
+                status.caveat = ledger.caveat(who)
             status.answered = sum(1 for row in ledger.rows() if row.key and row.is_release)
     for line in _lines(folder / "events.jsonl"):
         status.runs += line["what"] == "finished"
@@ -178,7 +180,7 @@ def of_site(folder: Path) -> BudgetStatus:
         status.log.append(_logged(line, sentences.of_site(line)))
     status.log = status.log[-MOST_LINES:]
     if status.problem:  # what was spent is not known from here
-        status.epsilon, status.left = config.epsilon, 0.0
+        status.epsilon, status.left, status.caveat = config.epsilon, 0.0, ""
     return status
 
 

@@ -99,7 +99,7 @@ def _coordinator(status: CoordinatorStatus) -> tuple[str, str]:
 
 def _site(status: BudgetStatus) -> tuple[str, str]:
     facts = [
-        ("ε spent", f"{status.epsilon:.3g} of {status.limit:g} at δ = {status.delta:g}"),
+        ("ε spent", f"{status.epsilon:.3g} of {status.limit:g} at δ = {status.delta:g}{status.caveat}"),
         ("ε left for one run", f"{status.left:.3g}"),
         ("rounds answered", str(status.answered)),
         ("runs ended", str(status.runs)),

@@ -262,6 +262,7 @@ AUDIT_LEDGER: Mapping[str, str] = {  # ledger.json of a site's copy for an audit
     "epsilon": SETTING,
     "delta": SETTING,
     "spent": SITE["site.spent"],
+    "assumes": "What `spent` assumes of how later runs were chosen: one of a few constant texts, or empty.",
     "rounds": SITE["site.rounds"],
     "problem": "Whether the ledger is older than its witness.",
     "intact": "Whether the chain of hashes is whole.",
