@@ -18,15 +18,21 @@ from sordino.errors import SordinoError
 from sordino.federation.terms import Terms, federated, public_sizes, written
 from sordino.methods import REGISTRY, build, entry
 from sordino.privacy import calibration
+from sordino.privacy.accounting.correlated import MOST_CORRELATED_ROUNDS
 from sordino.privacy.plan import Plan
 
 WAYS = ("simulated", "masked", "open")
 SIZES, FEATURES, CLASSES = (80, 90, 100, 110), 4, ("a", "b", "c")
 OTHER_OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
-    {  # options under which a method is certified, or releases something else, than by default
+    {  # options and rounds under which a method is certified, or releases something else, than by default
         "dp-fedgd": ({"quantile": 0.5},),
         "dp-fedavg": ({"steps": 3}, {"steps": 3, "noise_at": "final"}),
-        "dp-ftrl": ({"mechanism": "banded"}, {"honaker": "none"}),
+        "dp-ftrl": (
+            {"mechanism": "banded"},
+            {"mechanism": "inverse-root"},
+            {"honaker": "none"},
+            {"rounds": 5000},
+        ),
         "dp-fednew": ({"duals": False},),
         "dp-fednew-fc": ({"duals": False},),
     }
@@ -43,6 +49,12 @@ REASONS = (
         "stream",
         r"more rows than rounds",
         "A tree has more nodes than rounds, and a round sends one row of the encoder; use `honaker = full`.",
+    ),
+    (
+        "long",
+        r"a site keeps its answers of all rounds of a stream",
+        f"Rounding of a stream is accounted for up to {MOST_CORRELATED_ROUNDS:,} rounds; use fewer, or "
+        "`untrusted-server`.",
     ),
 )
 
@@ -102,9 +114,9 @@ def _rounds(method: str) -> int:
 
 def _simulated(method: str, options: Mapping[str, Any], unit: Unit) -> Plan:
     _check_unit(method, options, unit)
-    return Plan(
-        build(method, unit, **options), _rounds(method), SIZES, Privacy(8.0, unit=unit, trust=Trust.SECURE_AGGREGATION)
-    )
+    own = {key: value for key, value in options.items() if key != "rounds"}
+    privacy = Privacy(8.0, unit=unit, trust=Trust.SECURE_AGGREGATION)
+    return Plan(build(method, unit, **own), options.get("rounds", _rounds(method)), SIZES, privacy)
 
 
 def _terms(method: str, options: Mapping[str, Any], trust: Trust, unit: Unit) -> Terms:
