@@ -22,6 +22,7 @@ from sordino.errors import OverspentError, Refused, SordinoError, WireError
 from sordino.federation import site as site_module
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
+from sordino.federation.operations.doctor import doctor
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.run_keys import roster_of_run
@@ -219,6 +220,90 @@ def test_a_run_with_minibatches_is_reserved_as_a_whole_before_its_first_answer(t
     assert main(["ledger", "show", str(federation.place(NORTH) / "ledger.db"), "--json", str(shown)]) == 0
     (run,) = json.loads(shown.read_text())["runs"]
     assert (run["rounds"], run["releases"], run["reserved"]) == (2, 2, 3)
+
+
+def test_any_choice_in_site_toml_lets_minibatches_count_after_a_first_run_without_them(tiny, talk):
+    federation = tiny("dp-fedgd", epsilon=3.0)
+    federation.configure(NORTH, epsilon=6.0, delta=1e-5, any_choice=True)
+    federation.configure("south", epsilon=6.0, delta=1e-5)
+    later = federation.terms({"batch": "poisson:4"}, run="cd" * 16)
+    for name, answer in ((NORTH, "agreed"), ("south", "refused")):
+        first = talk(federation.site(name), federation.terms())
+        assert first.propose().kind == "agreed"
+        for t in range(3):
+            assert first.round(t).kind == "update"
+        site = federation.site(name)  # started again: the statement is there once
+        assert talk(site, later).propose().kind == answer, name
+        with site.ledger() as ledger:
+            assert [kind for _, kind, _ in ledger.statements()] == (["any choice"] if name == NORTH else [])
+            assert ledger.audit() == []
+    told = {check.about: check for check in doctor(federation.place(NORTH) / "site.toml")}
+    assert "minibatches of later runs count as such" in told["any_choice"].says
+    talk(federation.site(NORTH), later).round(0)
+    with federation.site(NORTH).ledger() as ledger:
+        assert ledger.caveat(ledger.account()) == "", "it was said beforehand, so no part of delta comes on top"
+
+
+def test_any_choice_in_site_toml_after_a_first_run_without_minibatches_is_refused(tiny, talk):
+    """Said then, limits would hold at a larger delta: a person says that with a command, not a file by the way."""
+    federation = tiny("dp-fedgd")
+    first = talk(federation.site(NORTH), federation.terms())
+    first.propose()
+    federation.configure(NORTH, any_choice=True)
+    (told,) = (check for check in doctor(federation.place(NORTH) / "site.toml") if check.about == "any_choice")
+    assert "`sordino federate join` states" in told.says
+    federation.configure(NORTH)
+    first.round(0)
+    federation.configure(NORTH, any_choice=True)
+    with pytest.raises(SordinoError, match=r"too late to say it beforehand.*sordino ledger any-choice.*6\.25%"):
+        federation.site(NORTH)
+    (told,) = (check for check in doctor(federation.place(NORTH) / "site.toml") if check.about == "any_choice")
+    assert not told.fine
+    assert "too late" in told.says
+    with federation.ledger(NORTH) as ledger:
+        assert ledger.statements() == []
+        ledger.allow_any_choice()  # as the command does
+    assert federation.site(NORTH).config.any_choice
+
+
+def test_any_choice_after_a_first_run_with_minibatches_changes_nothing(tiny, talk):
+    federation = tiny("dp-fedgd", batch="poisson:4")
+    first = talk(federation.site(NORTH), federation.terms())
+    first.propose()
+    first.round(0)
+    with federation.ledger(NORTH) as ledger:
+        who = ledger.account()
+        spent = ledger.spent_epsilon(who, 1e-5)
+    federation.configure(NORTH, any_choice=True)
+    with federation.site(NORTH).ledger() as ledger:
+        assert (ledger.spent_epsilon(who, 1e-5), ledger.caveat(who)) == (spent, "")
+        assert first.round(1).kind == "update"
+        ledger.charge([Charge(who, 0, "elsewhere", 1.0, 10.0, 1, "another run")])
+        assert ledger.caveat(who) == ""
+
+
+def test_any_choice_contradicts_a_fixed_plan(tiny):
+    federation = tiny()
+    with federation.site(NORTH).ledger() as ledger:
+        ledger.state_fixed_plan("protocol of 3 March")
+    federation.configure(NORTH, any_choice=True)
+    with pytest.raises(SordinoError, match="fixed beforehand, which cannot be taken back; remove the key"):
+        federation.site(NORTH)
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_streams_of_more_rounds_than_dense_factors_have_run_in_the_open_alone(tiny, talk, trust):
+    federation = tiny("dp-ftrl", trust, rounds=5000, names=FOUR)
+    federation.configure("a", most_rounds=5000)
+    site = talk(federation.site("a"), federation.terms())
+    reply = site.propose()
+    if trust == "secure-aggregation":
+        refused(federation, reply, "policy", name="a")
+        assert "rounding is accounted for up to 4,096 of them" in federation.events("a")[-1]["detail"]
+        return
+    assert reply.kind == "agreed"
+    assert [site.round(t).kind for t in (0, 1, 4999)] == ["update"] * 3
+    assert [t for _, t in federation.charged("a")] == [0, 1, 4999]
 
 
 def test_a_limit_is_not_loosened_by_editing_site_toml(tiny, talk):

@@ -102,6 +102,7 @@ class SiteConfig(_File):
     most_studies: int = 1  # runs that are open at a time; others wait in a queue
     study_idle: float = 900.0  # seconds without a message after which a run loses its place to one that waits
     reserve_epsilon: float = 0.0  # part of epsilon that only runs approved by a person may use
+    any_choice: bool = False  # said before the first run: minibatches of later runs count as such
     ledger: str = "ledger.db"
     witness: str | None = None  # a file outside of this folder that notices older ledgers; None: the state directory
     identity: str = "identity.key"

@@ -46,6 +46,7 @@ delta = 1e-5
 # ask = true   # a person approves every run: sordino federate approve site.toml
 # most_studies = 1   # runs that are open at a time; others wait in a queue
 # reserve_epsilon = 2.0   # part of epsilon that only runs approved by a person may use
+# any_choice = true   # before the first run: minibatches of later runs count as such, whatever the first run is
 # most_rounds = 1000
 """
 README_TEMPLATE = """\

@@ -67,6 +67,8 @@ class Site(SiteData):
             with self.ledger() as ledger:  # refuses a limit above the stored one
                 ledger.account()  # refuses a ledger whose charges it could not count
                 self._check_age(ledger)
+            if config.any_choice:
+                self._allow_any_choice()
 
     def _check_age(self, ledger: Ledger) -> None:
         """Refuse a ledger that was restored from an old copy: it misses charges that the certificates name."""
@@ -78,6 +80,12 @@ class Site(SiteData):
                 f"ledger {ledger.path}: {problems[0]} The certificates in {self.runs} name a newer one; restore "
                 "the newest ledger."
             )
+
+    def _allow_any_choice(self) -> None:
+        """State in the ledger that minibatches of later runs count as such. No process may answer meanwhile: after a
+        first run without minibatches it is too late."""
+        with files.lock(self.config.folder / "lock"), self.ledger() as ledger:
+            ledger.allow_any_choice(beforehand=True)
 
     def answer(self, request: bytes) -> bytes:
         """The reply to any bytes. Nothing is raised, and the text of an exception never leaves the site.

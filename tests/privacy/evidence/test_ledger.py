@@ -767,6 +767,23 @@ def test_any_choice_said_before_the_first_run_costs_a_part_of_delta(tmp_path, ca
         assert late.spent_epsilon("ann", 1e-5) < mixed
 
 
+def test_any_choice_said_beforehand_is_refused_where_a_limit_would_hold_at_a_larger_delta(tmp_path):
+    full, part = entry(plan="a", std=10.0), sampled("b", 0.05, 1.0)
+    for name, first, late in (("none", [], False), ("part", [part], False), ("full", [full], True)):
+        with Ledger(tmp_path / f"{name}.db", epsilon=8.0, delta=1e-5) as opened:
+            for each in first:
+                opened.charge([each])
+            if late:
+                with pytest.raises(SordinoError, match="too late to say it beforehand"):
+                    opened.allow_any_choice(beforehand=True)
+                assert opened.statements() == []
+                continue
+            opened.allow_any_choice(beforehand=True)
+            for each in (full._replace(plan="c"), part._replace(plan="d")):
+                opened.charge([each])
+            assert opened.caveat("ann") == ""
+
+
 def test_a_file_in_which_any_choice_was_said_before_counts_on(tmp_path):
     """Files of earlier versions have a table for it, and no row."""
     for name, before in (("early", True), ("late", False)):

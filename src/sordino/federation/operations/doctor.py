@@ -23,7 +23,8 @@ from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, en
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
 from sordino.privacy.evidence.charges import whole_run
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.privacy.evidence.ledger import ANY_CHOICE, Ledger
+from sordino.privacy.participation import FULL
 from sordino.secagg import Identity, Roster
 
 
@@ -226,6 +227,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
         return
     if not path.exists():
         yield Check(True, "ledger.db", "none yet; `sordino federate join` creates it with the limit of site.toml")
+        yield from _any_choice(config, None, terms)
         if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
             cost = spending.epsilon(terms.plan)
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
@@ -233,6 +235,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
     with Ledger(path, read_only=True) as ledger:
         found = list(_ledger(site, ledger))
         yield from found
+        if found[0].fine:
+            yield from _any_choice(config, ledger, terms)
         if terms is None or not found[0].fine:
             return
         try:
@@ -275,6 +279,22 @@ def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:
         before = ledger.spent_epsilon(old.who, config.delta)
         says = f"since {new.time[:16]} runs are paid from another account: {new.why}. Records that were there before"
         yield Check(True, "ledger.db", f"{says} have also spent ε = {before:.4g}, and no limit adds the two up")
+
+
+def _any_choice(config: SiteConfig, ledger: Ledger | None, terms: Terms | None) -> Iterator[Check]:
+    """How minibatches of later runs count, where the first run has none."""
+    stated = {kind: time for time, kind, _ in ledger.statements()} if ledger is not None else {}
+    problem = ledger.too_late_for_any_choice() if ledger is not None else ""
+    about = "any_choice"
+    if ANY_CHOICE in stated:
+        yield Check(True, about, f"stated on {stated[ANY_CHOICE][:16]}: minibatches of later runs count as such")
+    elif config.any_choice and problem:
+        yield Check(False, about, problem.removeprefix("any_choice: "))
+    elif config.any_choice:
+        yield Check(True, about, "`sordino federate join` states in the ledger that minibatches count as such")
+    elif terms is not None and terms.plan.sampling.kind == FULL and (ledger is None or not ledger.people()):
+        says = "the first run has no minibatches, so those of later runs would count as if they held all records"
+        yield Check(True, about, f"{says}; any_choice = true in site.toml, set before, counts them as such")
 
 
 def _account(ledger: Ledger) -> str:

@@ -471,17 +471,40 @@ class Ledger:
         self._catch_up()
         return self._spent_by(who).choice
 
-    def allow_any_choice(self) -> None:
+    def allow_any_choice(self, *, beforehand: bool = False) -> None:
         """From now on, count minibatches as such also where the first run has none.
 
         Said before the first run of an account, limits hold as they stand. Said later, that is itself a choice made
         after looking, and the limits of accounts whose first run has no minibatches hold at a delta that is larger by
         a share REST. It cannot be taken back.
 
+        Args:
+          beforehand: say it only if no limit then holds at a larger delta.
+
         Raises:
-          SordinoError: a person stated that the numbers of all runs are fixed beforehand.
+          SordinoError: a person stated that the numbers of all runs are fixed beforehand, or `beforehand` is asked for
+            and it is too late.
         """
+        if beforehand and (problem := self.too_late_for_any_choice()):
+            raise SordinoError(problem)
         self._state(ANY_CHOICE, ANY_CHOICE)
+
+    def too_late_for_any_choice(self) -> str:
+        """Why `allow_any_choice` cannot be said beforehand; empty if it can, or if it was said."""
+        stated = [kind for _, kind, _ in self.statements()]
+        if FIXED_PLAN in stated:
+            return (
+                f"any_choice: in ledger {self.path} a person stated that the numbers of all runs are fixed beforehand, "
+                "which cannot be taken back; remove the key."
+            )
+        self._catch_up()
+        if not any(spent.as_if_unsampled for spent in self._spent.values()):
+            return ""
+        return (
+            f"any_choice: ledger {self.path} has a first run without minibatches, so it is too late to say it "
+            f"beforehand. Remove the key; or say it with `sordino ledger any-choice {self.path}`, and limits hold at a "
+            f"delta that is larger by {REST:.2%}."
+        )
 
     def state_fixed_plan(self, why: str) -> None:
         """State that the numbers of all runs were fixed before the first result was seen. Only a person knows that.
