@@ -23,9 +23,10 @@ import tomli_w
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(1, str(Path(__file__).parent / "flower"))
+import stopped_runs
 from eavesdrop import singled_out
 from fixtures import LocalFolders
-from scenarios import DEADLINE, DROPOUTS, NAMES, SCENARIOS, as_expected
+from scenarios import DEADLINE, DROPOUTS, LIMITED, NAMES, SCENARIOS, as_expected
 from unknown_sites import try_all
 
 import sordino
@@ -102,6 +103,7 @@ def prepared(folder: Path, names: tuple[str, ...]) -> tuple[LocalFolders, Path, 
     )
     for name in NAMES:
         federation.configure(name, epsilon=1000.0)
+    stopped_runs.LimitedSites(folder / LIMITED).copy(federation)
     places, notes = folder / "coordinators", folder / "notes"
     notes.mkdir()
     (notes / "current").write_text("")
@@ -142,12 +144,17 @@ def restart(running: LocalFederation, name: str, server: dict[str, str], notes: 
 def outcome(federation: LocalFolders, place: Path, notes: Path) -> dict[str, Any]:
     """What a scenario came to, and whether the invariant holds."""
     scenario = SCENARIOS[place.name.partition("-")[2]]
+    sites = stopped_runs.LimitedSites(notes.parent / LIMITED) if scenario.do == "stop" else federation
     terms = Terms.read((place / "run" / "terms.json").read_text())
-    certs = [federation.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
+    certs = [sites.place(n) / "runs" / terms.run / "certificate.json" for n in terms.names]
     epsilons = [json.loads(path.read_text())["epsilon"] for path in certs if path.exists()]
     about = {"what": scenario.what, "trust": scenario.trust, "site_certificates": len(epsilons)}
     about |= {"epsilon": max(epsilons, default=None)}
-    about |= {"unpaid": sum(unpaid(federation, terms, name, notes) for name in terms.names)}
+    about |= {"unpaid": sum(unpaid(sites, terms, name, notes) for name in terms.names)}
+    if isinstance(sites, stopped_runs.LimitedSites):
+        stopped = stopped_runs.stopped_terms(place)
+        about["unpaid"] += sum(unpaid(sites, stopped, name, notes) for name in terms.names)
+        about["wrong"] = stopped_runs.problems(sites, place)
     if scenario.do == "attack":
         return about | attacked(federation, place, terms)
     lines = [json.loads(line) for line in (place / "run" / "progress.jsonl").read_text().splitlines()]
@@ -173,7 +180,7 @@ def problems(name: str, run: dict[str, Any]) -> list[Any]:
     return found
 
 
-def charged(federation: LocalFolders, terms: Terms, name: str) -> list[tuple[Any, ...]]:
+def charged(federation: LocalFolders | stopped_runs.LimitedSites, terms: Terms, name: str) -> list[tuple[Any, ...]]:
     book = sqlite3.connect(federation.place(name) / "ledger.db")
     words = "SELECT round, query, sensitivity, std, times FROM entries WHERE plan = ? ORDER BY seq"
     rows = book.execute(words, (terms.run,)).fetchall()
@@ -181,7 +188,7 @@ def charged(federation: LocalFolders, terms: Terms, name: str) -> list[tuple[Any
     return rows
 
 
-def unpaid(federation: LocalFolders, terms: Terms, name: str, notes: Path) -> int:
+def unpaid(federation: LocalFolders | stopped_runs.LimitedSites, terms: Terms, name: str, notes: Path) -> int:
     """Rounds that left a site without standing in its ledger once and as planned, or that were charged twice."""
     path = notes / f"left-{name}.jsonl"
     left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

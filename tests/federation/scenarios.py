@@ -28,6 +28,8 @@ from sordino import wire
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 DROPOUTS = 2
 DEADLINE, ROUNDS = 15.0, 3
+SITES = os.environ.get("SORDINO_SITES", "")
+LIMITED = "limited"  # the folder of the sites of `stopped_runs.py`
 BACK = -1  # with the one that died, if it is back in time, or without
 
 
@@ -99,6 +101,13 @@ SECURE = {
         method="dp-ftrl",
         came=(6, 5, BACK),
     ),
+    "stopped-midway": Scenario(
+        "a run with minibatches is stopped midway and stays charged as a whole: a second run is refused, a smaller one "
+        "is trained",
+        "stop",
+        exchange=0,
+        method="dp-fedgd",
+    ),
     "hostile-server": Scenario("a server that breaks the protocol of masks", "attack"),
 }
 OPEN = {
@@ -151,6 +160,7 @@ def handle(request: bytes) -> bytes:
 
     name, scenario = current()
     me = os.environ["SORDINO_SITE"]
+    os.environ["SORDINO_SITES"] = str(notes().parent / LIMITED) if scenario.do == "stop" else SITES
     message = (
         wire.decode(request) if request[:4] == wire.MAGIC and scenario.do not in ("attack", "random-faults") else None
     )
@@ -384,6 +394,7 @@ def serve(transport: Any, folder: Path) -> None:
 
 def undergo(transport: Any, place: Path, name: str) -> None:
     sys.path.insert(0, str(Path(__file__).parent))
+    import stopped_runs
     from eavesdrop import attack
     from random_faults import run_with_faults
 
@@ -393,5 +404,7 @@ def undergo(transport: Any, place: Path, name: str) -> None:
         attack(transport, place)
     elif SCENARIOS[name].do == "random-faults":
         run_with_faults(transport, place, name, notes(), [place.parents[1] / "federation" / site for site in NAMES])
+    elif SCENARIOS[name].do == "stop":
+        stopped_runs.undergo(transport, place, lambda: os.kill(os.getpid(), signal.SIGKILL))
     else:
         coordinator.serve(Counting(transport, name, SCENARIOS[name], place), place)

@@ -1,16 +1,20 @@
 """Faults and attacks over real processes: a few here, all of them by `python benchmarks/faults.py`."""
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import fault_trials
 import scenarios
-from fixtures import Talk
+import stopped_runs
+from fixtures import LocalFolders, Loopback, Talk
 
 from sordino import wire
 from sordino.errors import RolledBackError
-from sordino.federation import handler
+from sordino.federation import coordinator, handler, site
+from sordino.federation.config import SiteConfig
 
 
 @pytest.mark.soak
@@ -38,6 +42,7 @@ def test_every_kind_of_fault_is_among_the_scenarios():
         "kill-link",
         "second",
         "cut",
+        "stop",
         "random-faults",
     }
     assert len(scenarios.STORMS) == 100
@@ -64,3 +69,45 @@ def test_a_restored_backup_is_refused_until_the_newest_files_are_back(tiny, tmp_
         scenarios.restore_old(lambda: handler.handle(study.request(2)))
     assert asked(study.request(2)) == "update"
     assert [t for _, t in federation.charged("north")] == [0, 1, 2]
+
+
+class StoppedHereError(Exception):
+    pass
+
+
+@pytest.fixture
+def stopped(fast, monkeypatch):
+    """A coordinator's folder and sites with a small limit, in one process: `begin` runs what the scenario does."""
+    spec = {"delta": 1e-5, "trust": "secure-aggregation"} | stopped_runs.FIRST
+    folder = Path(fast)
+    federation = LocalFolders(folder / "f", spec, tiny=True)
+    monkeypatch.setattr(stopped_runs, "IDLE", 0.5)
+    monkeypatch.setattr(coordinator, "ASKED_AGAIN", 0.5)
+    sites = stopped_runs.LimitedSites(folder / "limited").copy(federation)
+
+    def end():
+        raise StoppedHereError
+
+    def begin():
+        made = [site.Site(SiteConfig.read(sites.place(name) / "site.toml")).answer for name in federation.names]
+        stopped_runs.undergo(Loopback(dict(enumerate(made))), federation.coordinator, end)
+
+    return begin, lambda: stopped_runs.problems(sites, federation.coordinator)
+
+
+def test_a_run_with_minibatches_that_was_stopped_stays_charged_as_a_whole(stopped):
+    begin, problems = stopped
+    with pytest.raises(StoppedHereError):
+        begin()
+    begin()
+    assert problems() == []
+
+
+def test_a_stopped_run_that_pays_for_its_rounds_alone_would_admit_the_second(stopped, monkeypatch):
+    """The mutant: nothing is reserved."""
+    begin, _ = stopped
+    monkeypatch.setattr(site, "reserve", lambda *args: None)
+    with pytest.raises(StoppedHereError):
+        begin()
+    with pytest.raises(RuntimeError, match="the second run was admitted"):
+        begin()
