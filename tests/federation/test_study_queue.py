@@ -102,6 +102,29 @@ def test_a_withdrawn_study_gives_its_place_and_its_approval_back(busy, talk):
     assert busy.charged(NORTH) == [(SECOND, 0)]
 
 
+def test_a_study_that_waits_is_withdrawn_by_its_own_coordinator_alone(busy, talk):
+    first, second, third = (run_of(busy, talk, run) for run in (FIRST, SECOND, THIRD))
+    first.propose()
+    assert second.propose().fields["place"] == 1
+    assert third.propose().fields == {**second.propose().fields, "place": 2}
+    foreign = {"run": SECOND, "terms": third.terms.sha256()}  # the third was told the number of the second
+    assert third.say("withdraw", foreign).fields["code"] == "unknown-run"
+    assert third.propose().fields["place"] == 2
+    assert second.say("withdraw", {"run": SECOND, "terms": second.terms.sha256()}).kind == "withdrawn"
+    assert third.propose().fields["place"] == 1
+    assert [line["run"] for line in busy.events(NORTH) if line["what"] == "withdrawn"] == [SECOND]
+
+
+def test_terms_that_one_site_refuses_leave_the_queues_of_the_others(busy, talk):
+    """Otherwise the next study of the same coordinator would wait behind them for two minutes."""
+    assert run_of(busy, talk, FIRST).propose().kind == "agreed"  # north is busy
+    busy.configure("south", most_studies=1, epsilon=13.0, delta=1e-5, methods=["dp-fedgd"])
+    with pytest.raises(StoppedError, match="refused by"):
+        busy.run()
+    assert [line["place"] for line in busy.events(NORTH) if line["what"] == "queued"] == [1]
+    assert busy.site(NORTH).queue.waiting() == []
+
+
 def test_the_reserve_is_for_studies_that_a_person_approved(busy, talk):
     busy.configure(NORTH, epsilon=13.0, delta=1e-5, reserve_epsilon=4.0, most_studies=1)
     first, second = (run_of(busy, talk, run) for run in (FIRST, SECOND))

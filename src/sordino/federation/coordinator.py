@@ -182,7 +182,11 @@ class Coordinator:
         self.messenger.unknown_sites.clear()
         refused = {name: reason_of(reply) for name, reply in answers.items() if reply.kind == "refused"}
         if refused and t == 0:
-            self._withdraw(name for name, reply in answers.items() if reply.kind == "agreed")
+            self._withdraw(
+                name
+                for name, reply in answers.items()
+                if reply.kind == "agreed" or reply.fields.get("code") == "queued"
+            )
             self.enrolment.withdraw()  # no site was asked anything about its data: other terms may be proposed
             reasons = "; ".join(f"{name}: {reason}" for name, reason in sorted(refused.items()))
             raise StoppedError(f"terms: refused by {reasons}. The log of each site states the details.")

@@ -227,7 +227,7 @@ class Site(SiteData):
                     self._afford_evaluation(ledger, _evaluation_entries(terms, mine, account))
             if needs_person:
                 approvals.check(self.config.folder, terms)
-            if (place := self.queue.enter(terms.run)) is not None:
+            if (place := self.queue.enter(terms.run, terms.sha256())) is not None:
                 return self._queued(terms, place)
             if needs_person:
                 approvals.use(self.config.folder, terms)
@@ -319,8 +319,12 @@ class Site(SiteData):
         return wire.encode("refused", fields)
 
     def _withdraw(self, message: wire.Message, request: bytes) -> bytes:
-        """Forget an agreed run of which no round was answered, and give its place and its approval back."""
+        """Forget an agreed run of which no round was answered, and give its place and its approval back; or take a run
+        that waits out of the queue."""
         _only(message, fields=("run", "terms"))
+        if self.queue.give_up(str(message.fields["run"]), str(message.fields["terms"])):
+            self.note("withdrawn", run=str(message.fields["run"]))
+            return wire.encode("withdrawn", {"run": message.fields["run"]})
         run = self._run_of(message)
         with self.ledger() as ledger:
             if _used(ledger, run.terms.run):

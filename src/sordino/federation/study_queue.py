@@ -33,6 +33,7 @@ class Waiting(NamedTuple):
     since: float  # seconds since 1970
     seen: float  # when its coordinator asked last
     place: int = 0  # that it was told last; 1 is the next
+    terms: str = ""  # SHA-256 of its terms, which its own coordinator knows
 
 
 class Place(NamedTuple):
@@ -79,8 +80,12 @@ class StudyQueue:
         now = time.time()
         return [each for each in stored if now - each.seen <= FORGOTTEN]
 
-    def enter(self, run: str) -> Place | None:
+    def enter(self, run: str, terms: str = "") -> Place | None:
         """Take a place, or wait for one.
+
+        Args:
+          run: the study.
+          terms: SHA-256 of its terms.
 
         Returns:
           None if the study may begin now; otherwise its place in the queue.
@@ -97,11 +102,19 @@ class StudyQueue:
         if mine == len(queue):
             if mine >= MOST_WAITING:
                 raise Refused("queue-full", f"{MOST_WAITING} studies wait already")
-            queue.append(Waiting(run, now, now))
+            queue.append(Waiting(run, now, now, terms=terms))
         number, before = mine + 1, queue[mine].place
         queue[mine] = queue[mine]._replace(seen=now, place=number)
         self._store(queue)
         return Place(number, min([*taken, *(each.run for each in queue[:mine])]), number != before)
+
+    def give_up(self, run: str, terms: str) -> bool:
+        """Take a study that waits out of the queue, if these are its terms. Returns whether it was there.
+
+        The number of a study is not enough: coordinators that wait behind it are told its number."""
+        if not any((each.run, each.terms) == (run, terms) for each in self.waiting()):
+            return False
+        return self.leave(run)
 
     def leave(self, run: str) -> bool:
         """Take a study out of the queue, or its place away. Returns whether it was there."""
