@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from sordino.core import Shard
 from sordino.models.nets import cnn
-from sordino.models.torch_model import TorchModel, summed
+from sordino.models.per_example import summed
+from sordino.models.torch_model import TorchModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from provenance import provenance

@@ -205,7 +205,10 @@ def test_a_spec_decides_the_law_of_single_runs_and_of_batches():
     [
         ({"method": "dp-fedgd", "clipping": "sideways"}, "unknown"),
         ({"method": "dp-fedgd", "clipping": "automatic"}, "is for networks"),
-        ({"method": "dp-fedgd", "model": "mlp", "clipping": "per-layer:1,2,3"}, r"3 bounds for 2 layers \(0, 2\)"),
+        (
+            {"method": "dp-fedgd", "model": "mlp", "clipping": "per-layer:1,2,3"},
+            r"3 bounds for 2 layers \(0.weight, 2.weight\)",
+        ),
         ({"method": "dp-fedgd", "model": "mlp", "clipping": "automatic", "unit": "client"}, "at client level"),
         ({"method": "dp-fedgd", "model": "mlp", "clipping": "automatic", "quantile": 0.5}, "a quantile adapts"),
         ({"method": "dp-boost", "clipping": "automatic"}, "asks for no gradients"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from sordino.core import Shard
+from sordino.core import Clipping, Shard
 from sordino.models import compiled, outer, per_example
 from sordino.models.lora import adapt
 from sordino.models.torch_model import TorchModel
@@ -26,6 +26,19 @@ def adapted():
     return adapt(Adapted(), rank=2, dropout=0.0), (6,), torch.randn(12, 6)
 
 
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cell, self.head = nn.LSTM(6, 4, batch_first=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x)[0][:, -1])
+
+
+def recurrent():
+    return Recurrent(), (3, 6), torch.randn(12, 18)
+
+
 @pytest.fixture
 def traces(monkeypatch):
     """Every sum goes through traces, which run as they are: compiling would take a minute."""
@@ -36,7 +49,7 @@ def traces(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("make", [images, texts, adapted])
+@pytest.mark.parametrize("make", [images, texts, adapted, recurrent])
 def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
     torch.manual_seed(0)
     net, shape, x = make()
@@ -47,8 +60,9 @@ def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
         flat = TorchModel(net, shape=shape, autocast=autocast)
         theta = flat.init() + 0.01 * torch.randn(flat.size)
         thetas = (theta, 1.1 * theta)
-        want = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3) for each in thetas]
-    have = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3) for each in thetas]
+        law = Clipping.parse("per-layer" if make is recurrent else "flat")
+        want = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3, None, law) for each in thetas]
+    have = [flat.clipped_sum(each, Shard(x, y, torch.ones(12)), 0.3, None, law) for each in thetas]
     for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3 if autocast else 1e-6, atol=1e-4 if autocast else 1e-7)
     assert len(traces._known) == 1

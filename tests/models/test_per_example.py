@@ -8,7 +8,8 @@ from torch.func import functional_call
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import per_example
-from sordino.models.torch_model import TorchModel, summed
+from sordino.models.per_example import summed
+from sordino.models.torch_model import TorchModel
 
 N = 5
 
@@ -76,6 +77,35 @@ class Whole(nn.Module):
         return self.layer((x + self.shift).tanh())
 
 
+class TiedByFunction(nn.Module):
+    """An embedding whose matrix a function reads a second time."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(3, 6)
+
+    def forward(self, x):
+        return nn.functional.linear(self.words(x.long()).mean(1).tanh(), self.words.weight)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.out = nn.MultiheadAttention(6, 2, batch_first=True), read(24)
+
+    def forward(self, x):
+        return self.out(self.attend(x, x, x, need_weights=False)[0])
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.out = nn.EmbeddingBag(3, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.out(self.words(x.long()))
+
+
 def read(width):
     return nn.Sequential(nn.Flatten(), nn.Linear(width, 3))
 
@@ -104,6 +134,12 @@ NETS = {
         (2, 5, 5),
     ),
     "conv2d, many channels": (lambda: nn.Sequential(nn.Conv2d(16, 32, 3), nn.Tanh(), read(128)), (16, 4, 4)),
+    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 4, 3), nn.Tanh(), nn.Conv3d(4, 3, 2), read(3)), (2, 4, 4, 4)),
+    "conv3d, stride": (
+        lambda: nn.Sequential(nn.Conv3d(2, 4, (2, 1, 3), (2, 1, 2), (0, 1, 1), groups=2), nn.Tanh(), read(144)),
+        (2, 4, 4, 6),
+    ),
+    "conv3d, many channels": (lambda: nn.Sequential(nn.Conv3d(16, 32, 2), nn.Tanh(), read(32)), (16, 2, 2, 2)),
     "embedding": (lambda: nn.Sequential(Tokens(), nn.Tanh(), read(24)), (4,)),
     "embedding, padding": (lambda: nn.Sequential(Tokens(padding_idx=1), nn.Tanh(), read(24)), (4,)),
     "layer norm": (lambda: nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh(), read(24)), (4, 6)),
@@ -111,6 +147,10 @@ NETS = {
     "instance norm": (
         lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.InstanceNorm2d(4, affine=True), nn.Tanh(), read(36)),
         (2, 5, 5),
+    ),
+    "instance norm, three axes": (
+        lambda: nn.Sequential(nn.Conv3d(2, 4, 2), nn.InstanceNorm3d(4, affine=True), nn.Tanh(), read(32)),
+        (2, 3, 3, 3),
     ),
     "attention": (lambda: nn.Sequential(Attention(), read(24)), (4, 6)),
     "used twice": (Twice, (6,)),
@@ -123,6 +163,11 @@ UNRULED = {
         (4, 6),
     ),
     "a parameter of its own": (Whole, (6,)),
+    "transposed convolution": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(2, 4, 3), nn.PReLU(), read(144)),
+        (2, 4, 4),
+    ),
+    "attention of torch": (SelfAttention, (4, 6)),
 }
 
 
@@ -134,7 +179,7 @@ def made(name):
         net = build().double()
         for p in net.parameters():
             p.data += 0.1 * torch.randn_like(p)
-        tokens = "embedding" in name or name == "tied"
+        tokens = "embedding" in name or "tied" in name
         x = torch.randint(0, 3, (N, *shape)).double() if tokens else torch.randn(N, *shape).double()
         return net, shape, x, torch.randint(0, 3, (N,))
 

@@ -23,7 +23,7 @@ from sordino.privacy.plan import Plan
 from tests.support import tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_per_example import NETS, UNRULED, N, made, naive, read
+from test_per_example import NETS, UNRULED, Bag, N, TiedByFunction, made, naive, read
 
 MODES = ("tape", "two-pass", "vmap")
 CASES = [(name, mode) for name in NETS for mode in MODES] + [(name, "auto") for name in UNRULED]
@@ -59,6 +59,17 @@ def test_sums_agree_with_single_examples(name, mode):
         have = flat.clipped_sum(theta, shard, clip, scale)
         torch.testing.assert_close(have, clipped(rows, clip, weight, scale), rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(flat.clipped_sum(theta, shard, math.inf), rows.T @ weight, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch.func has no fast sum of embeddings
+@pytest.mark.parametrize("net", [TiedByFunction, Bag])
+def test_what_rules_do_not_see_is_left_to_vmap(net):
+    """A matrix that a function reads a second time has a rule for its layer alone, and the check finds that."""
+    net, x, y = net().double(), torch.randint(0, 3, (N, 4)).double(), torch.arange(N) % 3
+    flat = TorchModel(net, shape=(4,))
+    assert flat.mode == "vmap"
+    have = flat.clipped_sum(flat_theta(net), Shard(x, y, torch.ones(N).double()), 0.5)
+    torch.testing.assert_close(have, clipped(naive(net, x, y), 0.5, torch.ones(N).double()), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("mode", ["auto", *MODES])
@@ -290,6 +301,10 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+class OwnLSTM(nn.LSTM):
+    """A subclass, which may compute anything."""
+
+
 class Written(nn.Module):
     """A recurrence written with linear layers."""
 
@@ -304,9 +319,9 @@ class Written(nn.Module):
         return self.head(state)
 
 
-def test_the_remedies_for_a_recurrent_layer_work():
+def test_the_remedies_for_a_layer_without_a_rule_work():
     """The checks at construction compare both with the gradients of single examples."""
-    frozen = Recurrent(nn.LSTM)
+    frozen = Recurrent(OwnLSTM)
     frozen.cell.requires_grad_(False)
     assert TorchModel(frozen, shape=(3, 6)).size == 15
     assert TorchModel(Written(), shape=(3, 6)).size == 28 + 20 + 15
@@ -326,10 +341,11 @@ REFUSED = [
     (mlp, {"shape": (7,)}, "shape"),
     (lambda: nn.Conv2d(1, 2, 3), {}, "shape"),
     (lambda: nn.Conv2d(1, 2, 3), {"shape": (1, 4, 4)}, "logits"),
-    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6)}, r"single examples of cell \(LSTM\) .* with nn.Linear"),
-    (lambda: Recurrent(nn.GRU), {"shape": (3, 6)}, r"cell \(GRU\) cannot be computed.* requires_grad_\(False\)"),
-    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6), "mode": "vmap"}, r"\('vmap'\) cannot .* with nn.Linear"),
-    (lambda: Recurrent(nn.LSTM), {"shape": (3, 6), "mode": "tape"}, r"no rule for cell \(LSTM\); use mode='auto'"),
+    (lambda: Recurrent(OwnLSTM), {"shape": (3, 6)}, r"single examples of cell \(OwnLSTM\) .* not subclasses"),
+    (lambda: Recurrent(OwnLSTM), {"shape": (3, 6)}, r"cell \(OwnLSTM\) cannot be .* requires_grad_\(False\)"),
+    (lambda: Recurrent(OwnLSTM), {"shape": (3, 6), "mode": "vmap"}, r"\('vmap'\) cannot .* nn.LSTM"),
+    (lambda: Recurrent(OwnLSTM), {"shape": (3, 6), "mode": "tape"}, r"no rule for cell \(OwnLSTM\); use mode='auto'"),
+    (lambda: nn.Sequential(nn.LazyLinear(3)), {"shape": (6,)}, "a lazy layer .* run the module on one batch"),
 ]
 
 

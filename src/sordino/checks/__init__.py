@@ -374,7 +374,7 @@ def _searched(
     for again in range(1, MAX_SEARCHES):  # with another seed, if no search came near enough
         if all(max(worst.reached for worst in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
             break
-        by_model += [search(method, model, seed=seed + again) for model in models]
+        by_model += [search(method, model, seed=seed + again, further=True) for model in models]
     mutants = [mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)]
     mutant_results: dict[int, list[list[Found]]] = {}
     for k, results in enumerate(zip(*by_model, strict=True)):

@@ -26,6 +26,8 @@ from sordino.tree import leaves, tree_map
 REQUIRED_SHARE = 0.9  # of every claim: the search must reach it, or it says nothing about the claim
 ROUNDING_SLACK = 1e-9
 TRIALS, CLIMB_STEPS = 40, 10  # for one query: restarts, and steps of hill climbing after each restart
+SIZES = (0.0, 0.1, 100.0, None)  # scales of a random theta; None: the theta of a run
+OTHER_SIZES = (1.0, 3.0, None, 0.3)  # for a further search: deep networks with many classes are worst in between
 LEMMA_STEPS_FACTOR = 6  # more steps for a lemma, whose worst case is not just one long record
 EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
@@ -72,6 +74,7 @@ def sensitivity(
     trials: int = TRIALS,
     steps: int = CLIMB_STEPS,
     seed: int = 0,
+    further: bool = False,
 ) -> list[Found]:
     """Search for neighbours that move a release, before noise, further than its query claims.
 
@@ -86,11 +89,13 @@ def sensitivity(
       trials: restarts of the search for one query.
       steps: steps of hill climbing after each restart.
       seed: seed of the search.
+      further: another search, with other thetas and with neighbours that differ in a label alone.
 
     Returns:
       The worst case of each noised query.
     """
-    search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed))
+    search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed), further)
+    sizes = OTHER_SIZES if further else SIZES
     known: list[tuple[int, Callable[[], Scene]]] = []
     for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
         records = search.space.records(search.rng, method.unit)
@@ -109,7 +114,7 @@ def sensitivity(
                 client = trial % len(CLIENT_SIZES)
                 claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
                 scene = pasts[search.rng.integers(len(pasts))]()
-                size = (0.0, 0.1, 100.0, None)[trial % 4]  # scale of a random theta; None keeps the theta of the run
+                size = sizes[trial % len(sizes)]
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
                     scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
@@ -188,6 +193,7 @@ class Search(NamedTuple):
     model: core.Model
     space: Space
     rng: np.random.Generator
+    relabels: bool = False  # a step may make the neighbour the same record with another label
 
     def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
         """Hill climbing from random neighbours: how far a release moves, and a description of where."""
@@ -309,6 +315,9 @@ class Search(NamedTuple):
                 x[row] += x[row].norm() * 10 ** rng.uniform(-3, 0) * torch.from_numpy(rng.normal(size=x.shape[-1]))
             case 2:
                 y[row] = self.space.labels(rng, 1)[0]
+            case 3 if self.relabels and self.space.classes and rng.random() < 0.5:
+                pair.other_x[at], pair.other_y[at] = pair.x[at], self.space.labels(rng, 1)[0]
+                pair.other_filled[at] = pair.filled[at]
             case 3:
                 length = 1.0 if self.space.classes or rng.random() < 0.5 else 10 ** rng.uniform(-4, 0)
                 pair.other_x[at], pair.other_y[at] = -length * pair.x[at], pair.y[at] / length

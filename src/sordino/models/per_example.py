@@ -125,11 +125,13 @@ RULES: dict[type[nn.Module], GradientRule] = {
     nn.Linear: linear,
     nn.Conv1d: conv,
     nn.Conv2d: conv,
+    nn.Conv3d: conv,
     nn.Embedding: embedding,
     nn.LayerNorm: layer_norm,
     nn.GroupNorm: channel_norm,
     nn.InstanceNorm1d: channel_norm,
     nn.InstanceNorm2d: channel_norm,
+    nn.InstanceNorm3d: channel_norm,
 }
 
 
@@ -149,13 +151,16 @@ def patches(module: Any, a: Tensor) -> Tensor:
 
 
 def owners(module: nn.Module, names: Iterable[str]) -> Owned:
-    """The modules that own one of the named parameters. A tied parameter is listed under its first name."""
+    """The modules that own one of the named parameters. A tied parameter is listed under its first name.
+
+    A module that is `by_parts` reads its parameters through modules of its own, which are listed instead.
+    """
     requested = set(names)
     full_names = {id(p): name for name, p in module.named_parameters() if name in requested}
     owned: Owned = []
     for part in module.modules():
         mine = {local: full_names[id(p)] for local, p in part.named_parameters(recurse=False) if id(p) in full_names}
-        if mine:
+        if mine and not getattr(part, "by_parts", False):
             owned.append((part, mine))
     return owned
 
@@ -170,6 +175,8 @@ def supported(module: nn.Module, *, spread: bool = False) -> list[str]:
     """
     odd = []
     for name, part in module.named_modules():
+        if getattr(part, "by_parts", False):
+            continue
         trainable = {key for key, p in part.named_parameters(recurse=False) if p.requires_grad}
         covered = type(part) in RULES
         if covered and type(part).__module__.startswith("torch.nn"):  # weight norm, for example, has other names
@@ -332,7 +339,7 @@ def short(use: Use, n: int) -> bool:
     """Whether the norm is cheaper from positions x positions (|a a^T * g g^T|) than from the product itself."""
     if tokens(use, n):
         return True
-    if not use.once or type(use.module) not in (nn.Linear, nn.Conv1d, nn.Conv2d):
+    if not use.once or type(use.module) not in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
         return False
     positions, inputs, outputs = extent(use, n)
     if getattr(use.module, "groups", 1) > 1:

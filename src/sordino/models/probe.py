@@ -15,7 +15,8 @@ from torch.func import functional_call
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models import per_example
-from sordino.models.per_example import Owned, Use, summed
+from sordino.models.objective import Objective
+from sordino.models.per_example import Owned, Use
 
 
 class FlatModel(Protocol):
@@ -30,6 +31,7 @@ class FlatModel(Protocol):
     random: bool
     grouped: bool
     autocast: torch.dtype | None
+    objective: Objective
 
     def shaped(self, x: Tensor) -> Tensor: ...
 
@@ -69,7 +71,7 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     """
     module, trained = model.module, model.trained
     first = next(iter(trained.values()))
-    x, y = model.shaped(_rows_like(2, model.features).to(first)), torch.zeros(2, dtype=torch.long, device=first.device)
+    x, y = model.shaped(_rows_like(2, model.features).to(first)), model.objective.labels_of(torch.zeros(2), first)
     weights, saved = {tuple(sorted(p.shape)) for p in module.parameters()}, dict[int, int]()
     before = [buffer.clone() for buffer in module.buffers()]
     helps, wide, held, lasting = [False], [0], [0], [0]
@@ -92,24 +94,23 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first), hooks:
         try:
-            outs = [functional_call(module, trained, (x,)) for _ in range(2)]
+            returned = [functional_call(module, trained, (x,)) for _ in range(2)]
+        except SordinoError:
+            raise
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise SordinoError(f"shape: the module fails on rows of shape {model.shape}: {error}") from error
-        if not isinstance(outs[0], Tensor):
+        outs = [model.objective.read(each) for each in returned]
+        if outs[0].dim() != 2 or len(outs[0]) != 2:
             raise SordinoError(
-                f"module: it returns a {type(outs[0]).__name__} for two rows; it must return one tensor with logits "
-                "per record. Wrap it in a module that returns only the logits."
+                f"module: it returns shape {tuple(outs[0].shape)} for two rows; it must return one row of logits each."
             )
+        model.objective.check_losses(returned[0], y)
         try:
-            per_example.sweep(module, trained, x, y, summed, visit, owned if ruled else [])
+            per_example.sweep(module, trained, x, y, model.objective.total, visit, owned if ruled else [])
         except (RuntimeError, SordinoError):
             ruled = False
     if any(not torch.equal(old, new) for old, new in zip(before, module.buffers(), strict=True)):
         raise SordinoError("module: a buffer changes in training and would carry data around the clip; see group_norm.")
-    if outs[0].dim() != 2 or len(outs[0]) != 2:
-        raise SordinoError(
-            f"module: it returns shape {tuple(outs[0].shape)} for two rows; it must return one row of logits each."
-        )
     better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
     rest = 2 * sum(saved.values()) + wide[0]
@@ -122,29 +123,35 @@ def agrees(model: FlatModel) -> bool:
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
             part.p = 0.0
-        if isinstance(part, nn.MultiheadAttention):
+        if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
             part.dropout = 0.0
     theta = torch.cat([p.detach().flatten().double() for p in model.trained.values()])
     # Moved a little, because parameters that start at zero would hide the layers below them.
     theta += 0.01 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).to(theta)
     params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
-    x, y = _rows_like(3, model.features).to(theta), (torch.arange(3) % model.outputs).to(theta.device)
+    x, objective = _rows_like(3, model.features).to(theta), model.objective
+    y = objective.labels_of(torch.arange(3) % max(2, model.outputs), theta)
 
-    def logits(rows: Tensor) -> Tensor:
-        z: Tensor = functional_call(module, params, (model.shaped(rows),))
-        return z
+    def run(rows: Tensor) -> Any:
+        return functional_call(module, params, (model.shaped(rows),))
 
-    train = not model.random or torch.equal(logits(x), logits(x))
+    train = not model.random or torch.equal(*(objective.read(run(x)) for _ in range(2)))
     module.train(train)  # some other kind of dropout: compare in evaluation mode
-    alone = [logits(row) for row in x]
+    alone = [run(row) for row in x]
     with torch.no_grad():
-        if not torch.allclose(torch.cat(alone), logits(x), 1e-4, 1e-6):
+        together = run(x)
+        if not torch.allclose(torch.cat([objective.read(z) for z in alone]), objective.read(together), 1e-4, 1e-6):
             raise SordinoError(
                 "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate."
             )
+        each = torch.cat([objective.losses(z, label.reshape(1)) for z, label in zip(alone, y, strict=True)])
+        if not torch.allclose(each, objective.losses(together, y), 1e-4, 1e-6):
+            raise SordinoError(
+                "loss: that of one record depends on other records, which no clip bounds; use its own row alone."
+            )
     rows = []
     for z, label in zip(alone, y, strict=True):
-        loss = summed(z, label.reshape(1))
+        loss = objective.total(z, label.reshape(1))
         gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
         rows.append(torch.cat([part.flatten() for part in gradients]))
     each, weight = torch.stack(rows), torch.tensor([1.0, 0.7, 0.4]).to(theta)

@@ -22,7 +22,10 @@ from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.compiled import Passes
 from sordino.models.cuda_graphs import GraphCache
-from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure, summed
+from sordino.models.linear import Loss
+from sordino.models.objective import EachLoss, Objective
+from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure
+from sordino.models.recurrent import unroll
 
 MODES = ("auto", "tape", "two-pass", "vmap")
 CPU_CHUNK_BYTES = 2**29  # gradients and activations of one chunk
@@ -31,8 +34,8 @@ CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
 ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
 NO_GRADIENTS = (
-    "Recurrent layers (nn.RNN, nn.LSTM, nn.GRU and their cells) are not supported: write the recurrence with nn.Linear "
-    "layers, use convolutions or attention, or freeze the layer with requires_grad_(False)."
+    "Write it with layers that have a rule (nn.Linear, nn.Conv1d to nn.Conv3d, nn.Embedding, nn.RNN, nn.LSTM, nn.GRU "
+    "and norms, but not subclasses of them), or freeze it with requires_grad_(False)."
 )
 RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # below these the overhead of a call exceeds its work
 
@@ -90,6 +93,10 @@ class TorchModel:
       check: compare the sums of the mode with single-example gradients once, in float64.
       capture: on a GPU, replay `clipped_sum` as a CUDA graph per combination of shapes and clip. This keeps the memory
         of a call allocated.
+      loss: (what the module returns, labels) -> one loss per record; by default the cross entropy. What the module
+        returns may be a tensor, a dict, a tuple or a NamedTuple.
+      output: the key or index of the part that predicts, if the module does not return one tensor.
+      labels: `classes`, or `numbers` with a loss of your own. The first number of a row then predicts.
       compile: on a GPU, compile the forward and backward passes, once per combination of shapes (`compiled`).
 
     Raises:
@@ -111,7 +118,15 @@ class TorchModel:
         check: bool = True,
         capture: bool = False,
         compile: bool = False,
+        loss: EachLoss | None = None,
+        output: str | int | None = None,
+        labels: str = "classes",
     ) -> None:
+        self.objective = Objective(loss, output, labels)
+        self.objective.check()
+        if loss is not None and not check:
+            raise SordinoError("check: a loss of your own is compared with that of single records; leave check out.")
+        self.kind = Loss.SOFTMAX if labels == "classes" else Loss.SQUARES
         check_known("mode", mode, MODES)
         if mode == "two-pass" and autocast is not None:
             raise SordinoError("autocast: two-pass needs norms in full precision; use mode='tape', or no autocast.")
@@ -122,11 +137,14 @@ class TorchModel:
         if chunk is not None and chunk < 1:
             raise SordinoError(f"chunk: {chunk} must be at least 1, or None.")
         self.module = module = copy.deepcopy(module)
+        unroll(module)
         for part in module.modules():
             if isinstance(part, nn.modules.batchnorm._BatchNorm):
                 raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
             if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
                 part.inplace = False  # type: ignore[assignment]
+        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+            raise SordinoError("module: a lazy layer has no parameters yet; run the module on one batch before.")
         self.trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise SordinoError(
@@ -158,12 +176,12 @@ class TorchModel:
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
             self, owned, ruled=not odd
         )
-        if self.outputs < 2:
+        if self.outputs < 2 and labels == "classes":
             raise SordinoError(
                 f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "
                 "layer such as nn.Linear(n, 2)."
             )
-        if classes is not None and classes > self.outputs:
+        if classes is not None and classes > self.outputs and labels == "classes":
             raise SordinoError(
                 f"classes: {classes} must be at most {self.outputs}, the number of outputs of the module."
             )
@@ -205,25 +223,30 @@ class TorchModel:
             return torch.stack([self.logits(each, x[k] if x.dim() > 2 else x) for k, each in enumerate(theta)])
         rows = self.shaped(x)
         with torch.no_grad():
-            z = [self._outputs(theta, rows[k]) for k in parts(len(rows), self._rows(theta, self.mode))]
+            z = [
+                self.objective.read(self._outputs(theta, rows[k]))
+                for k in parts(len(rows), self._rows(theta, self.mode))
+            ]
         return torch.cat(z).to(theta.dtype).reshape(*x.shape[:-1], -1)
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of one example."""
-        return summed(self._outputs(theta, self.shaped(x)), y.long().reshape(1))
+        return self.objective.total(self._outputs(theta, self.shaped(x)), self.objective.labels_of(y, theta).reshape(1))
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """The predicted classes, as indices."""
-        return self.logits(theta, x).argmax(-1)
+        """The predicted classes, as indices; or the predicted numbers."""
+        z = self.logits(theta, x)
+        return z.argmax(-1) if self.objective.labels == "classes" else z[..., 0]
 
     def scores(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
-        """The probabilities of the classes."""
-        return self.logits(theta, x).softmax(-1)
+        """The probabilities of the classes; or the predicted numbers."""
+        z = self.logits(theta, x)
+        return z.softmax(-1) if self.objective.labels == "classes" else z[..., 0]
 
     def check_clipping(self, clipping: Clipping) -> None:
         """Refuse bounds of layers that are not one per layer."""
         if clipping.layers and len(clipping.layers) != len(self.layers):
-            names = ", ".join(layer[0].rpartition(".")[0] or layer[0] for layer in self.layers[:8])
+            names = ", ".join(layer[0] for layer in self.layers[:8])
             raise SordinoError(
                 f"clipping: {len(clipping.layers)} bounds for {len(self.layers)} layers "
                 f"({names}{' …' if len(self.layers) > 8 else ''}); give one per layer, or write per-layer alone."
@@ -251,7 +274,7 @@ class TorchModel:
         """
         self.check_clipping(clipping)
         clipping = clipping if math.isfinite(clip) else FLAT_CLIPPING  # without a clip all laws are the same
-        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
         with exact_arithmetic(theta.device):
             if self._graphs is not None and theta.is_cuda and shard.per_person == 1:
@@ -260,7 +283,7 @@ class TorchModel:
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
-        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         with exact_arithmetic(theta.device):
             return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True, per_person=shard.per_person)
 
@@ -272,7 +295,7 @@ class TorchModel:
         """
         if shard.per_person > 1:
             raise SordinoError("unit: a Fisher sum of a network's head is not proved per person; use a linear model.")
-        x, y, mask = shard.x.to(theta), shard.y.to(theta.device).long(), shard.mask.to(theta)
+        x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
         last, most = self._last(), self._rows(theta, "tape")
         size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
@@ -363,7 +386,7 @@ class TorchModel:
             params = self.split((theta[0] if len(theta) == 1 else theta).to(kind if here.halves else theta.dtype))
             with self.cast(theta):
                 squares, gradients, later = per_example.norms_first(
-                    *(here.module, params, self.shaped(x), y.flatten(), summed, here.owned),
+                    *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
                     apart=apart,
                     room=room,
                     run=self._passes if x.is_cuda else None,
@@ -447,7 +470,7 @@ class TorchModel:
 
         def loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             with self.cast(theta), sdpa_kernel(SDPBackend.MATH):  # the other kernels have no batched form
-                return summed(functional_call(module, params, (self.shaped(x),)), y.unsqueeze(0))
+                return self.objective.total(functional_call(module, params, (self.shaped(x),)), y.unsqueeze(0))
 
         each = vmap(grad(loss), (None, 0, 0), randomness="different")
         gradients: dict[str, Tensor]
@@ -457,10 +480,9 @@ class TorchModel:
             gradients = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
         return gradients
 
-    def _outputs(self, theta: Tensor, rows: Tensor) -> Tensor:
+    def _outputs(self, theta: Tensor, rows: Tensor) -> Any:
         with self.cast(theta):
-            z: Tensor = functional_call(self._on(theta, training=False).module, self.split(theta), (rows,))
-        return z
+            return functional_call(self._on(theta, training=False).module, self.split(theta), (rows,))
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:
         """The parameters by name; leading axes stay."""
@@ -556,7 +578,7 @@ class TorchModel:
         handle = part.register_forward_hook(hook)
         try:
             with per_example.placed(here.owned, self.split(theta)), self.cast(theta), torch.enable_grad():
-                loss = summed(here.module(self.shaped(x)), y)
+                loss = self.objective.total(here.module(self.shaped(x)), y)
         finally:
             handle.remove()
         if len(passes) != 1 or passes[0][1].dim() != 2 or len(passes[0][1]) != len(x):

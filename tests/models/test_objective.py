@@ -1,0 +1,165 @@
+"""Losses of single records, dict outputs and several outputs, against a loop over single examples."""
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sordino.core import Shard
+from sordino.data.records import Records
+from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
+from sordino.methods import build
+from sordino.models.torch_model import TorchModel
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.training.evaluate import evaluate
+from tests import support
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_torch_model import MODES, clipped, flat_theta
+
+N = 6
+
+
+class Parts(NamedTuple):
+    rebuilt: Tensor
+    logits: Tensor
+    given: Tensor
+
+
+class Several(nn.Module):
+    """Two heads: one predicts a class, one rebuilds the record."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.form, self.body = form, nn.Linear(5, 4)
+        self.logits, self.rebuilt = nn.Linear(4, 3), nn.Linear(4, 5)
+
+    def forward(self, x):
+        z = self.body(x).tanh()
+        parts = Parts(self.rebuilt(z), self.logits(z), x)
+        return {"dict": parts._asdict(), "tuple": tuple(parts), "named": parts, "tensor": parts.logits}[self.form]
+
+
+def both(out, y):
+    """Cross entropy, and the error of what was rebuilt."""
+    rebuilt, logits, given = out.values() if isinstance(out, dict) else out
+    return functional.cross_entropy(logits, y, reduction="none") + (rebuilt - given).square().sum(-1)
+
+
+def squares(z, y):
+    return (z[:, 0] - y).square()
+
+
+def by_loop(net, x, y, loss):
+    params = [p for p in net.parameters() if p.requires_grad]
+    rows = []
+    for k in range(len(x)):
+        found = torch.autograd.grad(loss(net(x[k : k + 1]), y[k : k + 1]).sum(), params, materialize_grads=True)
+        rows.append(torch.cat([part.flatten() for part in found]))
+    return torch.stack(rows)
+
+
+def data(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, 5, generator=generator, dtype=dtype), torch.arange(N) % 3
+
+
+def made(form="dict"):
+    with torch.random.fork_rng():
+        torch.manual_seed(2)
+        return Several(form).double()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("form", "output"), [("dict", "logits"), ("tuple", 1), ("named", "logits"), ("named", 1)])
+def test_a_loss_reads_all_outputs(form, output, mode):
+    net, (x, y), weight = made(form), data(), torch.linspace(1, 0.2, N).double()
+    model = TorchModel(net, shape=(5,), mode=mode, chunk=4, loss=both, output=output)
+    rows, theta = by_loop(net, x, y, both), flat_theta(net)
+    clip = float(rows.norm(dim=1).median())
+    have = model.clipped_sum(theta, Shard(x, y, weight), clip)
+    torch.testing.assert_close(have, clipped(rows, clip, weight), rtol=1e-9, atol=1e-12)
+    assert model.predict(theta, x).tolist() == made("tensor")(x).argmax(-1).tolist()
+    one = model.loss(theta, x[0], y[0])
+    torch.testing.assert_close(one, both(net(x[:1]), y[:1])[0])
+
+
+def test_a_dict_without_a_loss_is_read_by_its_part():
+    net, (x, y) = made("dict"), data()
+    model, plain = TorchModel(net, shape=(5,), output="logits"), TorchModel(made("tensor"), shape=(5,))
+    theta, shard = flat_theta(net), Shard(x, y, torch.ones(N).double())
+    torch.testing.assert_close(model.clipped_sum(theta, shard, 0.5), plain.clipped_sum(theta, shard, 0.5))
+    unused = model.split(model.clipped_sum(theta, shard, 0.5))["rebuilt.weight"]
+    assert (unused == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_numbers_are_learned_by_a_loss(mode):
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    x, _ = data()
+    y = x[:, 0] * 1.5
+    model = TorchModel(net, mode=mode, loss=squares, labels="numbers")
+    rows, theta = by_loop(net, x, y, squares), flat_theta(net)
+    clip = float(rows.norm(dim=1).median())
+    have = model.clipped_sum(theta, Shard(x, y, torch.ones(N).double()), clip)
+    torch.testing.assert_close(have, clipped(rows, clip, torch.ones(N).double()), rtol=1e-9, atol=1e-12)
+    assert torch.equal(model.predict(theta, x), model.logits(theta, x)[:, 0])
+
+
+def test_engines_agree_and_a_run_with_numbers_is_evaluated():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 5, generator=generator, dtype=torch.float64)
+    records = Records.of(x.numpy(), x[:, 0].numpy(), torch.arange(60).numpy() % 3, dtype=torch.float64)
+    model = TorchModel(
+        nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1)).double(), loss=squares, labels="numbers"
+    )
+    plan = support.plan_for(build("dp-fedadam", lr=0.05), records, rounds=4, batch="poisson:8")
+    theta = model.init().double()
+    slow = list(reference.run(plan, model, records, Seeded(1), theta=theta))
+    fast = list(simulate.run(plan, model, records, Seeded(1), theta=theta, shares=True))
+    for a, b in zip(slow, fast, strict=True):
+        torch.testing.assert_close(a.model, b.model, rtol=1e-9, atol=1e-9)
+    assert set(evaluate(model, slow[-1].model, x, x[:, 0])) == {"mse", "r2"}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of CPUs without bfloat16
+def test_a_loss_reads_float32_in_half_precision():
+    seen = []
+
+    def watched(out, y):
+        seen.extend(part.dtype for part in out.values())
+        return both(out, y)
+
+    model = TorchModel(made().float(), shape=(5,), loss=watched, output="logits", autocast=torch.bfloat16)
+    x, y = data(torch.float32)
+    seen.clear()
+    model.clipped_sum(model.init(), Shard(x, y, torch.ones(N)), 1.0)
+    assert set(seen) == {torch.float32}
+
+
+REFUSED = [
+    ({}, "returns a dict with 'rebuilt', 'logits', 'given', and None is no tensor of it; name .* output='rebuilt'"),
+    ({"output": "logit"}, "'logit' is no tensor"),
+    ({"output": "logits", "loss": lambda out, y: both(out, y).mean()}, r"returns \(\) for 2 records.*reduction='none'"),
+    ({"output": "logits", "loss": lambda out, y: both(out, y) - both(out, y).mean()}, "depends on other records"),
+    ({"output": "logits", "loss": lambda out, y: out["missing"]}, "fails on 2 records: KeyError"),
+    ({"output": "logits", "loss": both, "check": False}, "leave check out"),
+    ({"output": "logits", "labels": "numbers"}, "labels that are numbers have no default"),
+    ({"output": "logits", "labels": "texts"}, "labels: 'texts' is unknown"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), REFUSED)
+def test_refusals_name_the_remedy(options, word):
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(made(), shape=(5,), **options)
+
+
+def test_one_tensor_has_no_parts():
+    with pytest.raises(SordinoError, match="the module returns one tensor; leave output out"):
+        TorchModel(made("tensor"), shape=(5,), output="logits")
