@@ -236,7 +236,8 @@ class Model(Protocol):
     # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
-    # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip): of (one-hot label, probabilities).
+    # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip, differences=False): of (one-hot
+    # label, probabilities), or of what `Ask.calibration` says of differences.
     # One of two classes whose slope can be calibrated has slope_sum(theta, shard, clip): of what `Ask.slope` says.
     # One that serves second-order methods also has
     #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
@@ -268,6 +269,7 @@ class Kind(StrEnum):
     DELTA = "delta"
 
 
+CALIBRATION_LEVEL = 0.5  # of the probabilities that a person adds to a CALIBRATION answer, beside differences
 MOST_LOG_ODDS = 4.0  # of a record in a SLOPE answer; larger ones count as that much
 # Kinds whose terms can have inner products that are never negative; DELTA only if it is made of these alone.
 SEMIDEFINITE = (Kind.GRAM, Kind.CURVATURE, Kind.FISHER, Kind.CALIBRATION, Kind.SLOPE, Kind.TALLY, Kind.DELTA)
@@ -559,8 +561,10 @@ class Ask(Protocol):
         """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
         ...
 
-    def calibration(self, theta: Tensor) -> Tensor:
-        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes."""
+    def calibration(self, theta: Tensor, differences: bool = False) -> Tensor:
+        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes.
+
+        With `differences`, the shares minus the probabilities, then `CALIBRATION_LEVEL` times the probabilities."""
         ...
 
     def slope(self, theta: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.calibration import ROUNDS, CalibrationState, calibrated
+from sordino.methods.calibration import PERSON_CLIP, ROUNDS, calibrated
 from sordino.privacy import calibration, spending
 from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.rules.intercepts import CalibrationState
 from sordino.training import run
 from sordino.training.spec import Spec
 from tests.support import tiers
@@ -82,6 +83,26 @@ def test_the_account_is_exact_and_verified():
     assert noise.query.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD) == pytest.approx(2.0)
     assert noise.query.sensitivity(Adjacency.ADD_REMOVE, Unit.RECORD) == pytest.approx(math.sqrt(2))
     assert not plan.method.by_hand
+    (query,) = calibrated(build("auto", "person"), 0.1).stages[-1].queries
+    assert query.sensitivity(Adjacency.REPLACE_ONE, Unit.PERSON) == 2 * PERSON_CLIP
+    assert query.sensitivity(Adjacency.ADD_REMOVE, Unit.PERSON) == PERSON_CLIP
+
+
+def test_differences_of_a_person_are_added_before_they_are_clipped():
+    """Two records whose differences cancel count fully; the vector of a person with many wrong ones has norm `clip`."""
+    model, theta = so.Linear(1, 2, bias=False), torch.tensor([-20.0, 20.0], dtype=torch.float64)
+    x = torch.ones(4, 1, dtype=torch.float64)
+
+    def total(labels, clip):
+        shard = Shard(x, torch.tensor(labels), torch.ones(4).double(), per_person=4)
+        return model.calibration_sum(theta, shard, clip, True)
+
+    assert total([0, 0, 1, 1], math.inf).tolist() == pytest.approx([2.0, -2.0, 0.0, 2.0])
+    wrong = total([0, 0, 0, 0], PERSON_CLIP)
+    assert float(wrong.norm()) == pytest.approx(PERSON_CLIP, rel=1e-3)
+    assert float(wrong.norm()) <= PERSON_CLIP
+    trusting = model.calibration_sum(theta, Shard(x, torch.zeros(4).long(), torch.ones(4).double()), PERSON_CLIP, True)
+    assert float(trusting.norm()) > 2 * PERSON_CLIP, "records of nobody are clipped one by one"
 
 
 def test_nothing_changes_without_a_share():

@@ -155,9 +155,12 @@ class Oracle:
         batch = self._batches[self.sample().number]
         return self._answer(Kind.COUNT, 1, lambda clip: self._model.count_sum(theta, batch, scale))
 
-    def calibration(self, theta: Tensor) -> Tensor:
+    def calibration(self, theta: Tensor, differences: bool = False) -> Tensor:
         """The noised class shares of labels and of predictions; see `Ask.calibration`."""
-        return self._answer(Kind.CALIBRATION, 1, lambda clip: self._model.calibration_sum(theta, self._all(), clip))
+        shard = self._all()
+        return self._answer(
+            Kind.CALIBRATION, 1, lambda clip: self._model.calibration_sum(theta, shard, clip, differences)
+        )
 
     def slope(self, theta: Tensor) -> Tensor:
         """The noised means that a slope is calibrated by; see `Ask.slope`."""

@@ -3,11 +3,14 @@
 Intercepts. A clip cuts the gradients of a rare class more often than those of a common one, because its residuals are
 larger. That weighs the classes, and weights on classes move the intercepts of a logistic model and hardly anything
 else: risks are too low for the rare class, while their order is right. Two rounds release two vectors of class shares,
-those of the labels and those of the predictions, and shift each intercept by the logarithm of their quotient. The more
-the predictions vary, the less a shift changes their mean; the second round measures that on the shift of the first.
+those of the labels and those of the predictions, and shift each intercept by the logarithm of their quotient.
+
+What the rounds do with the noised shares is `rules.intercepts`.
 
 One record adds (one-hot label, probabilities). Its norm is at most sqrt(2), and two such terms have an inner product of
-at least 0, so replacing one costs 2. At person level a person's records are added up, and clipped to twice that.
+at least 0, so replacing one costs 2. One person adds the sum of (one-hot label - probabilities, probabilities / 2) over
+its records, clipped to norm 2; replacing one costs 4. Differences of one person's records cancel in part, so a person
+with several records is seldom clipped, and half of the probabilities is enough to tell how large they are.
 
 With a slope, one round of `methods.slope` follows, and a third round of shares, which settles the intercepts again.
 """
@@ -15,28 +18,18 @@ With a slope, one round of `methods.slope` follows, and a third round of shares,
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
+from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage, Tree, Unit
 from sordino.errors import SordinoError
-from sordino.lazy import Tensor, torch
+from sordino.lazy import Tensor
 from sordino.methods.slope import slope_stage
+from sordino.rules.intercepts import shift_intercepts
 
 ROUNDS = 2
 MOST_SHARE = 0.5
-RECORDS_OF_A_PERSON = 2  # that count fully; a person with more counts as two, because more would need more noise
-LEAST_CLASS = 1e-6  # of the shares of a class
-RESPONSE = (0.3, 1.0)  # of mean predictions to a shift, in logarithms: 1 if all predictions are alike and small
-
-
-class CalibrationState(NamedTuple):
-    """What the rounds have released and done so far."""
-
-    model: Tensor
-    labels: Tensor  # sum of the labels' shares of all rounds
-    predicted: Tensor  # logarithm of the predictions' shares of the last round
-    shift: Tensor  # of the intercepts, in the last round
-    std: Tensor  # of the noise on one share of one round
+PRIOR, PRIOR_AFTER_SLOPE = 1.2, 0.3  # standard deviation of the right shift, before the first round of a stage
+PERSON_CLIP = 2.0  # of a person's sum; one record has norm at most sqrt(2 + 1/4)
+RECORDS_OF_A_PERSON = 2  # that count fully for a slope; a person with more counts as two
 
 
 def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
@@ -65,14 +58,15 @@ def calibrated(method: Method, share: float, slope: float = 0.0) -> Method:
         )
     if method.unit is Unit.CLIENT:
         raise SordinoError("calibrate: it is proved for records and persons; leave it out at client level.")
-    clip = (RECORDS_OF_A_PERSON if method.unit is Unit.PERSON else 1) * math.sqrt(2)
-    last = method.stages[-1].rule
+    persons, last = method.unit is Unit.PERSON, method.stages[-1].rule
     if slope:
-        first = _intercepts(last, clip, share * ROUNDS / (ROUNDS + 1), ROUNDS)
+        clip = (RECORDS_OF_A_PERSON if persons else 1) * math.sqrt(2)
+        first = _intercepts(last, persons, share * ROUNDS / (ROUNDS + 1), ROUNDS)
         second = slope_stage(first.rule, clip, slope)
-        added: tuple[Stage, ...] = first, second, _intercepts(second.rule, clip, share / (ROUNDS + 1), 1)
+        third = _intercepts(second.rule, persons, share / (ROUNDS + 1), 1, PRIOR_AFTER_SLOPE)
+        added: tuple[Stage, ...] = first, second, third
     else:
-        added = (_intercepts(last, clip, share, ROUNDS),)
+        added = (_intercepts(last, persons, share, ROUNDS),)
     stages = (*(stage.with_part(1 - share - slope) for stage in method.stages), *added)
     registered = None if method.by_hand else (stages, method.proves)
     return method._replace(stages=stages, registered=registered)
@@ -83,33 +77,12 @@ def added_rounds(share: float, slope: float | None) -> int:
     return (ROUNDS + 2 if slope else ROUNDS) if share else 0
 
 
-def _intercepts(last: Rule, clip: float, share: float, rounds: int) -> Stage:
+def _intercepts(last: Rule, persons: bool, share: float, rounds: int, prior: float = PRIOR) -> Stage:
     """Shift intercepts until the mean predictions are the observed shares. last: the rule of the stage before."""
 
     def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
-        return ask.calibration(broadcast.extras)
+        return ask.calibration(broadcast.extras, differences=persons)
 
-    def init(theta: Tensor, facts: Facts, before: Tree) -> CalibrationState:
-        model = last.model(theta, before)
-        outputs = facts.shapes[-1][-1]
-        std = torch.as_tensor(facts.aggregate_std, dtype=torch.float64).to(theta)
-        zeros = model.new_zeros(*model.shape[:-1], outputs)
-        return CalibrationState(model, zeros, zeros, zeros, std)
-
-    def update(shares: Tensor, state: CalibrationState, theta: Tensor, t: int) -> tuple[Tensor, CalibrationState]:
-        label, predicted = shares.chunk(2, -1)
-        labels, least = state.labels + label, state.std.clamp_min(LEAST_CLASS)  # a share below its noise says nothing
-        predicted = predicted.clamp_min(least).log()
-        shift = (labels / (t + 1)).clamp_min(least).log() - predicted
-        if t:  # how far the last shift moved the predictions, per unit of it
-            moved, last_shift = predicted - state.predicted, state.shift
-            doubt = 8 * (state.std / predicted.exp()).square().sum(-1, keepdim=True) + LEAST_CLASS
-            size = last_shift.square().sum(-1, keepdim=True)
-            shift = shift / (((moved * last_shift).sum(-1, keepdim=True) + doubt) / (size + doubt)).clamp(*RESPONSE)
-        shift = shift - shift.mean(-1, keepdim=True)
-        outputs = shift.shape[-1]
-        model = torch.cat([state.model[..., :-outputs], state.model[..., -outputs:] + shift], -1)
-        return model - theta, CalibrationState(model, labels, predicted, shift, state.std)
-
-    rule = Rule(init, update, broadcast=lambda state: state.model, model=lambda theta, state: state.model)
-    return Stage(Local(compute), rule, (Query(Kind.CALIBRATION, clip, share=share, psd=True),), rounds)
+    clip = PERSON_CLIP if persons else math.sqrt(2)
+    query = Query(Kind.CALIBRATION, clip, share=share, psd=not persons)
+    return Stage(Local(compute), shift_intercepts(last, persons, prior), (query,), rounds)

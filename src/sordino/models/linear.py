@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import MOST_LOG_ODDS, SAFETY, Shard
+from sordino.core import CALIBRATION_LEVEL, MOST_LOG_ODDS, SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models import kernel
 from sordino.models.arithmetic import exact_arithmetic, product_rows
@@ -220,10 +220,12 @@ class Linear:
         return sum_over(shard, part_sum, self._rows(theta, shard))
 
     @exact_arithmetic()
-    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float, differences: bool = False) -> Tensor:
         """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`; sqrt(2) cuts nothing.
 
         Class weights, `radius` and `residual` play no part: this is what the model predicts, and what was observed.
+        With `differences`, of (label - probabilities, `CALIBRATION_LEVEL` probabilities), added up over the records of
+        a person; the norm that is clipped is that of the very sum, in which differences may cancel.
         """
         if self.kind is not Loss.SOFTMAX:
             raise SordinoError(f"calibrate: intercepts are calibrated for classes, not for {self.kind}.")
@@ -235,8 +237,14 @@ class Linear:
             p = self.logits(theta, part.x).double().softmax(-1)
             p = torch.where(torch.isfinite(p).all(-1, keepdim=True), p, 0.0)
             label = torch.nn.functional.one_hot(part.y.clamp(0, self.outputs - 1), self.outputs).to(p)
-            terms = torch.cat([label.expand_as(p), p], -1)
-            factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
+            label = label.expand_as(p)
+            if differences:
+                terms = torch.cat([label - p, CALIBRATION_LEVEL * p], -1).masked_fill((part.mask == 0).unsqueeze(-1), 0)
+                terms = terms.reshape(*terms.shape[:-2], -1, part.per_person, terms.shape[-1]).sum(-2)
+                factor = bounded(torch.linalg.vector_norm(terms, dim=-1), clip) * part.person_weights()
+            else:
+                terms = torch.cat([label, p], -1)
+                factor = shared_bound(torch.linalg.vector_norm(terms, dim=-1), clip, part) * part.mask
             return (factor.unsqueeze(-2) @ terms).squeeze(-2)
 
         return sum_over(shard, total, self._rows(theta, shard))

@@ -290,9 +290,9 @@ class Trees:
         return self._linear_sum(shard, lambda part: self.linear.count_sum(theta, part, scale))
 
     @exact_arithmetic()
-    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
-        """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`."""
-        return self._linear_sum(shard, lambda part: self.linear.calibration_sum(theta, part, clip))
+    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float, differences: bool = False) -> Tensor:
+        """The sum of (one-hot label, probabilities of the classes), each clipped to norm `clip`; see `Linear`."""
+        return self._linear_sum(shard, lambda part: self.linear.calibration_sum(theta, part, clip, differences))
 
     @exact_arithmetic()
     def slope_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:

@@ -32,8 +32,8 @@ def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(unit, adjac
 class CountsAgain(Linear):
     """Mutant: every record counts four times in the shares of classes."""
 
-    def calibration_sum(self, theta, shard, clip):
-        return 4 * super().calibration_sum(theta, shard, clip)
+    def calibration_sum(self, theta, shard, clip, differences=False):
+        return 4 * super().calibration_sum(theta, shard, clip, differences)
 
 
 def test_a_record_that_counts_again_is_found(monkeypatch):
