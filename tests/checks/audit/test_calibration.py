@@ -24,8 +24,8 @@ def attacked(unit, adjacency, runs, noise_factor=1.0):
 def test_an_attack_does_not_break_the_promise_and_finds_halved_noise(unit, adjacency):
     honest = attacked(unit, adjacency, 300)
     assert not honest.broken
-    assert honest.reach > 0.75
-    assert honest.least_claim > 0.7, "the calibration's own claims are reached too"
+    assert honest.reach > 0.9
+    assert honest.least_claim > 0.9, "the calibration's own claims are reached too"
     assert attacked(unit, adjacency, 1000, noise_factor=0.3).broken
 
 
@@ -38,7 +38,7 @@ class CountsAgain(Linear):
 
 def test_a_record_that_counts_again_is_found(monkeypatch):
     monkeypatch.setattr(attacks, "CLASS_MODEL", CountsAgain(3, 2))
-    assert attacked(Unit.PERSON, Adjacency.ADD_REMOVE, 2000).broken
+    assert attacked(Unit.PERSON, Adjacency.ADD_REMOVE, 500).broken
 
 
 def test_the_command_line_attacks_calibration(capsys):

@@ -70,7 +70,7 @@ RUNS = 30_000  # per data set
 LEMMA_RUNS = 20_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
 FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
-LEMMA_ROUNDS = 2  # the same where a lemma bounds a message
+LEMMA_ROUNDS = 2  # the same where a lemma bounds a message, and where risks are calibrated
 RUNS_PER_BATCH = 10_000
 CANARIES = 2_000  # of an audit in one run
 MATRIX_CANARIES = 300  # if a release has one entry per pair of canaries
@@ -83,6 +83,8 @@ SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
 FAR_CANARY = 1000.0  # features of a class, whose score any noised model makes certain
+DRIVEN = 0.25  # of the length of a canary, along the direction that its company drives the model in
+DRIVEN_SIZES = (150,)  # the victim alone, with so many records that their gradients stand out from the noise
 LEANING = -0.75, math.sqrt(1 - 0.75**2)  # neither mirrored nor turned: moves a gradient and its outer product at once
 OPPOSED = ", opposite company"
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
@@ -433,7 +435,7 @@ def plan_for(
         raise SordinoError(f"rounds: {rounds} must be at least 1.")
     fixed = sum(stage.rounds or 0 for stage in method.stages)
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
-    most = LEMMA_ROUNDS if _proved_by_lemma(method) else ROUNDS
+    most = LEMMA_ROUNDS if _proved_by_lemma(method) or _calibrates(method) else ROUNDS
     length = int(min(rounds or max(1, min(most, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
     if why := unattacked(method, sampling):
@@ -450,7 +452,7 @@ def plan_for(
 def audited_model(method: Method) -> Linear | Hazards | Trees:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
-    if Kind.CALIBRATION in kinds:
+    if _calibrates(method):
         return CLASS_MODEL
     if Kind.LEAVES in kinds:
         return TREES_MODEL
@@ -509,6 +511,11 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
     "Company that pushes" means short records with large labels at every client. Each gradient is as long as its clip
     and has almost no curvature. So the right side of a Newton system grows to its limit, and all clients agree on it. A
     long canary in the opposite direction then moves both the right side and the matrix.
+
+    "Company that drives" means many records that make the model of classes grow along one direction. Two canaries point
+    nearly the same way, but to either side of that direction, and each has the class that is then predicted for the
+    other one. So their gradients are opposite, and their labels and predictions as well. As predicted, they have no
+    gradient, and move what a slope is calibrated by.
     """
     one, two, three = torch.eye(3, dtype=torch.float64)
     label = EVENT_LABEL if isinstance(model, Hazards) else CANARY_LABEL
@@ -527,10 +534,10 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         records = {
             "long": (LONG_CANARY * one, 1.0),
             "long of the other class": (LONG_CANARY * one, 0.0),
-            "opposite of the other class": (-LONG_CANARY * one, 0.0),
-            "opposite": (-LONG_CANARY * one, 1.0),
-            "far": (FAR_CANARY * one, 1.0),
-            "far of the other class": (-FAR_CANARY * one, 0.0),
+            "driven up": (FAR_CANARY * (one + DRIVEN * two), 0.0),
+            "driven down": (FAR_CANARY * (one - DRIVEN * two), 1.0),
+            "driven up, as predicted": (FAR_CANARY * (one + DRIVEN * two), 1.0),
+            "driven down, as predicted": (FAR_CANARY * (one - DRIVEN * two), 0.0),
         }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
@@ -538,7 +545,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
     if _samples(plan):
         companies = {", company of zeros": (0 * one, 0.0)}
     elif model is CLASS_MODEL:
-        companies = {"": (SHORT_CANARY * three, 0.0)}
+        companies = {", company that drives": (LONG_CANARY * two, 1.0)}
     elif whole:
         companies = {"": None}
     else:
@@ -555,7 +562,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         choices.insert(0, (opposed, ("absent" if joins else "long mirrored", "long")))
     for (kind, others), (before, after) in choices:
         pair = [records[after if joins else before], records[after]]
-        alike = others is not None and (_samples(plan) or others[1] == -CANARY_LABEL)
+        alike = others is not None and (_samples(plan) or model is CLASS_MODEL or others[1] == -CANARY_LABEL)
         there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
         if model is CLASS_MODEL:
             there, here = (replace(each, y=(each.y > 0).long()) for each in (there, here))
@@ -630,8 +637,14 @@ def _proved_by_lemma(method: Method) -> bool:
     return any(query.bound is not None for stage in method.stages for query in stage.queries)
 
 
+def _calibrates(method: Method) -> bool:
+    return any(query.kind is Kind.CALIBRATION for stage in method.stages for query in stage.queries)
+
+
 def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
     """Records per client. With minibatches of a fixed size, the canary is in every second one on average."""
+    if _calibrates(method):
+        return DRIVEN_SIZES
     if sampling.kind == FULL:
         return LEMMA_SIZES if _proved_by_lemma(method) else CLIENT_RECORDS
     return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
