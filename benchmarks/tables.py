@@ -176,6 +176,15 @@ def _calibration_report(rows: list[dict[str, object]]) -> list[str]:
         ratios = [f"{row[name]:.2f} ± {row[f'{name}_std']:.2f}" for name in ("ratio", "exact", "training")]
         about = [str(row[key]) for key in ("table", "clients", "unit", "trust")]
         lines.append(f"| {' | '.join([*about, *shares, *ratios])} |")
+    split = [float(row["ratio"]) / float(row["exact"]) - 1 for row in rows]  # type: ignore[arg-type]
+    noisy = max(rows, key=lambda row: float(row["training_std"]))  # type: ignore[arg-type]
+    lines += [
+        "",
+        f"Beside *exact*, the means of all rows are within {100 * max(map(abs, split)):.0f} %. A single run is another "
+        f"matter: of {noisy['table']} the split alone moves the ratio by {100 * float(noisy['exact_std']):.0f} %, and "  # type: ignore[arg-type]
+        f"per {noisy['unit']} under {noisy['trust']} noise moves it by another "
+        f"{100 * float(noisy['training_std']):.0f} %, so that a single run is often more than 10 % away.",  # type: ignore[arg-type]
+    ]
     return lines
 
 
