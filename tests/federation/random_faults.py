@@ -109,14 +109,24 @@ class RandomFaults:
             left = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
             mine = [line for line in left if line["kind"] == "update" and line["run"] == run]
             said = {(line["run"], line["t"], line["digest"]) for line in mine}
-            book = sqlite3.connect(place / "ledger.db")
-            paid = set(book.execute("SELECT plan, round FROM entries"))
-            book.close()
+            paid = charged_rounds(place / "ledger.db")
             bad = [(run, t) for run, t, _ in said if (run, t) not in paid]
             bad += [about for about, times in Counter((run, t) for run, t, _ in said).items() if times > 1]
             if bad:
                 with open(self.notes / "violations.jsonl", "a") as file:
                     file.write(json.dumps({"site": place.name, "rounds": bad}) + "\n")
+
+
+def charged_rounds(path):
+    """(run, round) of every row of a ledger; none where the site has made none yet, and none is made here."""
+    if not path.exists():
+        return set()
+    book = sqlite3.connect(f"file:{path}?mode=ro", uri=True)
+    try:
+        made = book.execute("SELECT 1 FROM sqlite_master WHERE name = 'entries'").fetchall()
+        return set(book.execute("SELECT plan, round FROM entries")) if made else set()
+    finally:
+        book.close()
 
 
 def run_with_faults(transport, place, name, notes, sites):

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import fault_trials
+import random_faults
 import scenarios
 import stopped_runs
 from fixtures import LocalFolders, Loopback, Talk
@@ -32,6 +33,19 @@ def test_faults_cost_no_privacy(tmp_path):
     hostile = found["runs"]["open-hostile-server"]
     assert hostile["kinds"] > 80
     assert max(hostile["moved_of_sensitivity"]) > 0.1  # the record was there to be seen
+
+
+def test_looking_at_a_ledger_that_a_site_has_not_made_yet_makes_none(tiny, talk):
+    """A first message may be lost, so that a site has no ledger when all of them are compared with what left."""
+    federation = tiny(rounds=2)
+    path = federation.place("north") / "ledger.db"
+    assert random_faults.charged_rounds(path) == set()
+    assert not path.exists()
+    study = talk(federation.site("north"), federation.terms())
+    assert random_faults.charged_rounds(path) == set()
+    study.propose()
+    study.round(0)
+    assert random_faults.charged_rounds(path) == {(study.terms.run, 0)}
 
 
 def test_every_kind_of_fault_is_among_the_scenarios():
