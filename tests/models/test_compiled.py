@@ -7,6 +7,7 @@ from torch import nn
 from sordino.core import Clipping, Shard
 from sordino.models import compiled, outer, per_example
 from sordino.models.lora import adapt
+from sordino.models.nets import Block
 from sordino.models.torch_model import TorchModel
 from tests.models.test_outer import images, texts
 
@@ -39,6 +40,12 @@ def recurrent():
     return Recurrent(), (3, 6), torch.randn(12, 18)
 
 
+def blocks():
+    """Convolutions of 64 channels, as the copy engine serves them: the second one reads every second pixel."""
+    net = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), nn.ReLU(), Block(64, 64, 2), nn.Flatten(), nn.Linear(256, 3))
+    return net, (3, 4, 4), torch.randn(12, 48)
+
+
 @pytest.fixture
 def traces(monkeypatch):
     """Every sum goes through traces, which run as they are: compiling would take a minute."""
@@ -49,7 +56,7 @@ def traces(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("make", [images, texts, adapted, recurrent])
+@pytest.mark.parametrize("make", [images, texts, adapted, recurrent, blocks])
 def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
     torch.manual_seed(0)
     net, shape, x = make()
@@ -68,6 +75,26 @@ def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
     assert len(traces._known) == 1
 
 
+def test_signs_of_activations_are_read_from_what_convolutions_store(traces, monkeypatch):
+    """The ReLUs before convolutions keep nothing; the last one, which no convolution reads, keeps its output."""
+    graphs = []
+    monkeypatch.setattr(compiled, "compile_graph", lambda graph: graphs.append(graph) or graph)
+    monkeypatch.setattr(outer, "boxed", outer._fits)
+    torch.manual_seed(0)
+    net, shape, x = blocks()
+    monkeypatch.setattr(outer, "pays", lambda t: True)
+    flat = TorchModel(net, shape=shape, autocast=torch.bfloat16)
+    shard, theta = Shard(x, torch.arange(12) % 3, torch.ones(12)), flat.init()
+    have = flat.clipped_sum(theta, shard, 0.3)
+    assert graphs[-1].code.count("threshold_backward.default") == 1
+    assert graphs[-1].code.count("masked_fill.Scalar") == 2
+    monkeypatch.setattr(compiled, "without_activations", lambda graph, stored: None)
+    traces._known.clear()
+    want = flat.clipped_sum(theta, shard, 0.3)
+    assert graphs[-1].code.count("threshold_backward.default") == 3
+    assert torch.equal(have, want)
+
+
 def test_a_shape_beyond_the_limit_runs_as_it_is(traces, monkeypatch):
     monkeypatch.setattr(compiled, "MAX_TRACES", 1)
     flat = TorchModel(nn.Linear(4, 3))
@@ -78,7 +105,7 @@ def test_a_shape_beyond_the_limit_runs_as_it_is(traces, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("make", [images, texts, adapted])
+@pytest.mark.parametrize("make", [images, texts, adapted, blocks])
 def test_compiled_on_a_gpu(make):
     torch.manual_seed(0)
     net, shape, x = make()

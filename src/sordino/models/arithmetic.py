@@ -18,6 +18,7 @@ clip factors to float32 (2^-24 each) and the float64 products of `per_example.to
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import threading
@@ -233,10 +234,13 @@ def product_rows(n: int, requested: int) -> int:
     return min(max(requested, least), most)
 
 
-def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], None]) -> None:
+def in_chunks(
+    total: Callable[[], Tensor], n: int, step: int, add: Callable[[Callable[[], Tensor], slice], None]
+) -> None:
     """Call add(into, rows) for chunks of at most `step` of n rows, so that float64 sums stay shallow.
 
-    `into` is the float64 total, or the sum of FLOAT64_TERMS chunks, which is then added to it. Within a chunk a number
+    `into` returns the float64 total, or the sum of FLOAT64_TERMS chunks, which is then added to it. A total that is
+    made when it is first asked for takes no memory during the pass before. Within a chunk a number
     passes at most as many additions as there are rows, and no more than FLOAT64_TERMS of them and one per FLOAT64_TERMS
     rows: blocks of FLOAT32_TERMS rows, or rows of an embedding (`per_example.token_sums`).
 
@@ -252,8 +256,8 @@ def in_chunks(total: Tensor, n: int, step: int, add: Callable[[Tensor, slice], N
         )
     for first in range(0, n, FLOAT64_TERMS * step):
         last = min(n, first + FLOAT64_TERMS * step)
-        into = total if n <= FLOAT64_TERMS * step else torch.zeros_like(total)
+        into = total if n <= FLOAT64_TERMS * step else functools.cache(lambda: torch.zeros_like(total()))
         for start in range(first, last, step):
             add(into, slice(start, min(last, start + step)))
         if into is not total:
-            total += into
+            total().add_(into())

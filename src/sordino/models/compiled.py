@@ -7,13 +7,16 @@ their arithmetic is the one that `arithmetic` proves.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from sordino.models import outer
 from sordino.models.per_example import BatchLoss, Owned, Use, explicit, placed, prepared, sweep
 
 MAX_TRACES = 8  # per model; other shapes run as they are
@@ -104,6 +107,9 @@ def _traced(
 
     graph = make_fx(run)(*inputs)
     without_inputs(graph)
+    stored = next(iter(graph.graph.find_nodes(op="output"))).args[0]
+    parts = [(stored[k], use.parts) for use, (first, *_) in found if (k := first - len(inputs)) >= 0]
+    without_activations(graph, [(a, each) for a, each in parts if each is not None and each.stride])
     nothing = torch.empty(0)
     uses = [(_emptied(use, nothing), places) for use, places in found]
     return Trace(compile_graph(graph), uses)
@@ -137,6 +143,60 @@ def without_inputs(graph: torch.fx.GraphModule) -> None:
             graph.graph.erase_node(user)
         graph.graph.erase_node(node)
     graph.recompile()
+
+
+def without_activations(graph: torch.fx.GraphModule, stored: list[tuple[torch.fx.Node, outer.Factors]]) -> None:
+    """Let backward passes of ReLUs read which entries are positive from what a convolution stores of its input.
+
+    The output of a ReLU, in float32, is then not kept until the backward pass. An entry so small that half precision
+    rounds it to zero counts as zero.
+
+    Args:
+      graph: a traced pass.
+      stored: inputs of convolutions in the layout of `outer`, and that layout.
+    """
+    aten = torch.ops.aten
+
+    def call(f: Any, *args: Any, **words: Any) -> torch.fx.Node:
+        return graph.graph.call_function(f, args, words)
+
+    images = {}
+    for a, parts in stored:
+        source, step = _origin(a), parts.stride
+        if source.target is not aten.relu.default or source in images:
+            continue
+        n, channels, lines, columns = source.meta["tensor_meta"].shape
+        if list(a.meta["tensor_meta"].shape) == [n, step * step, lines // step * parts.width, channels]:
+            with graph.graph.inserting_after(a):
+                images[source] = kept = call(aten.clone.default, a, memory_format=torch.contiguous_format)
+            a.replace_all_uses_with(kept, partial(operator.is_not, kept))  # memory of its own, not a view
+            with graph.graph.inserting_after(kept):
+                planes = call(aten.view.default, kept, [n, step, step, lines // step, parts.width, channels])
+            with graph.graph.inserting_after(planes):
+                inside = call(aten.slice.Tensor, planes, 4, 0, columns // step)
+            with graph.graph.inserting_after(inside):
+                image = call(aten.permute.default, inside, [0, 5, 3, 1, 4, 2])
+            with graph.graph.inserting_after(image):
+                images[source] = call(aten.reshape.default, image, [n, channels, lines, columns])
+    for node in graph.graph.find_nodes(op="call_function", target=aten.threshold_backward.default):
+        g, source, threshold = node.args
+        if threshold != 0 or (source := _origin(source)) not in images:
+            continue
+        with graph.graph.inserting_before(node):
+            found = call(aten.masked_fill.Scalar, g, call(aten.le.Scalar, images[source], 0), 0)
+        found.meta["tensor_meta"] = node.meta["tensor_meta"]
+        node.replace_all_uses_with(found)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def _origin(node: torch.fx.Node) -> torch.fx.Node:
+    """The node whose entries this one holds, in another type or order."""
+    aten = torch.ops.aten
+    moves = (aten.detach, aten._to_copy, aten.permute, aten.view, aten.constant_pad_nd, aten.clone)
+    while node.op == "call_function" and getattr(node.target, "overloadpacket", None) in moves:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _place(t: Tensor) -> Hashable:

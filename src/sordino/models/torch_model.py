@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -301,15 +301,15 @@ class TorchModel:
         size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
         total = torch.zeros(len(x), size, size, dtype=torch.float64, device=theta.device)
 
-        def add(k: int, into: Tensor, j: slice) -> None:
+        def add(k: int, into: Callable[[], Tensor], j: slice) -> None:
             g = self._by_last(theta[k if len(theta) > 1 else 0], x[k, j], y[k, j])
             factor, fine = _factors(measure(g).unsqueeze(0), math.sqrt(clip) * (1 - SAFETY), mask[k, j].sqrt())
             g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor[0].unsqueeze(1)).double()
-            into += g.mT @ g
+            into().add_(g.mT @ g)
 
         with exact_arithmetic(theta.device):
             for k in range(len(x)):
-                in_chunks(total[k], x.shape[1], most, partial(add, k))
+                in_chunks(partial(total.select, 0, k), x.shape[1], most, partial(add, k))
         return total.reshape(*lead, size, size)
 
     # --------------------------------------------------------------------------------------------------- internals
@@ -337,9 +337,15 @@ class TorchModel:
         # All groups go through one pass with one theta, with layers that take several thetas, or with torch.func.
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most = self._rows(theta, mode)
-        total = torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
 
-        def add(k: slice, into: Tensor, j: slice) -> None:
+        @cache
+        def total() -> Tensor:
+            return torch.zeros(groups, 1 if count else self.size, dtype=torch.float64, device=theta.device)
+
+        def of_groups(k: slice) -> Tensor:
+            return total()[k]
+
+        def add(k: slice, into: Callable[[], Tensor], j: slice) -> None:
             rows = Shard(x[k, j], y[k, j], mask[k, j], None, per_person)
             each = None if scale is None else scale[k]
             self._add(mode, into, theta[k] if apart else theta, rows, clip, clipping, each, count, j.start == 0)
@@ -347,13 +353,13 @@ class TorchModel:
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
             step = step - step % FLOAT32_TERMS if step > FLOAT32_TERMS else step
-            in_chunks(total[k], n, -(-step // per_person) * per_person, partial(add, k))
-        return total.reshape(*lead, -1)
+            in_chunks(partial(of_groups, k), n, -(-step // per_person) * per_person, partial(add, k))
+        return total().reshape(*lead, -1)
 
     def _add(
         self,
         mode: str,
-        total: Tensor,
+        into: Callable[[], Tensor],
         theta: Tensor,
         shard: Shard,
         clip: float,
@@ -364,7 +370,7 @@ class TorchModel:
     ) -> None:
         """Add the clipped gradients of groups x records, which fit into memory, to the total of each group.
 
-        A total that is `fresh` is zero; sums may then be written to it directly.
+        The total is asked for after the pass. If it is `fresh`, it is zero, and sums may be written to it directly.
         """
         x, y, mask, _, per_person = shard
         layer_of = self._layer_of if clipping.law == "per-layer" else None
@@ -410,6 +416,7 @@ class TorchModel:
             blocks = [b._replace(part=_times(scale[:, b.where], b.part.to(theta.dtype), n)) for b in blocks]
         for _, part, layer in blocks:
             squares[layer] += bound(part)
+        total = into()
         if count:
             total += (((squares[0] <= clip**2).view(groups, n).to(mask) - 0.5) * mask).sum(1, keepdim=True)
             return
