@@ -9,6 +9,7 @@ from torch import nn
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import outer, per_example
+from sordino.models.arithmetic import row_sums
 from sordino.models.torch_model import TorchModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of CPUs without bfloat16
@@ -303,3 +304,17 @@ def test_a_module_that_half_precision_does_not_serve_is_refused_or_runs():
         return
     shard = Shard(torch.randn(3, 4), torch.arange(3), torch.ones(3))
     assert flat.clipped_sum(flat.init(), shard, 1.0).isfinite().all()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("groups", "n", "width"), [(1, 1, 5), (2, 33, 1000), (1, 256, 4096)])
+def test_rows_are_added_by_one_kernel(groups, n, width, kind):
+    """As `row_sums` does; a row with factor zero may hold anything."""
+    torch.manual_seed(0)
+    rows, factor = torch.randn(groups, n, width, device="cuda").to(kind), torch.rand(groups, n, device="cuda")
+    want = row_sums(factor, rows.float())
+    torch.testing.assert_close(outer.weighted_rows(factor, rows), want, rtol=0, atol=1e-5)
+    factor[0, 0], rows[0, 0] = 0, torch.nan
+    have, rows[0, 0] = outer.weighted_rows(factor, rows), 0
+    torch.testing.assert_close(have, row_sums(factor, rows.float()), rtol=0, atol=1e-5)

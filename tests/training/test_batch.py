@@ -87,6 +87,17 @@ def test_chunks_of_runs_and_of_records_change_nothing(digits, monkeypatch):
         torch.testing.assert_close(trained.theta, again.theta, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedsofim", "dp-fedadam"])
+def test_runs_side_by_side_on_a_gpu(name, digits):
+    """Each run draws the noise of its seed, so that only rounding of float32 differs."""
+    specs = [spec(method=name, seed=s, epsilon=e, dtype="float32") for s in (1, 2) for e in (2.0, 8.0)]
+    many = run_many(specs, digits, device="cuda")
+    for one, batched in zip(specs, many, strict=True):
+        (alone,) = run_many([one], digits, device="cuda")
+        torch.testing.assert_close(batched.theta, alone.theta, rtol=1e-3, atol=1e-4)
+
+
 def test_rounds_to_stop_and_to_look_at(digits):
     (early,) = run_many([spec(method="dp-fedgd", seed=1, rounds=6)], digits, at=[2], stop=4)
     (late,) = run_many([spec(method="dp-fedgd", seed=1, rounds=6)], digits)

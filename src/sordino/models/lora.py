@@ -128,7 +128,9 @@ class _Adapted(torch.autograd.Function):
         x_gradient = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
         if mask is not None:
             x_gradient = _undrop(x_gradient, mask.reshape(x_gradient.shape), 1 / (1 - ctx.rate))
-        if ctx.weight is not None:
+        if ctx.weight is not None and notes.traced:  # compiled, the sum is part of what reads it
+            x_gradient = x_gradient + torch.mm(g.reshape(-1, g.shape[-1]), ctx.weight)
+        elif ctx.weight is not None:
             x_gradient.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
         return None, x_gradient.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
 

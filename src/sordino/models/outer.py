@@ -32,6 +32,7 @@ WHOLE = 64  # the copy engine serves layers whose inputs and outputs are multipl
 ALIGNMENT = 16  # bytes: tensors that begin there are read by other machine code than those that do not
 TURN_COST, BLOCK_COST = 1, 2  # of one more program, and of one more float32 total, in examples of a tile
 LARGE_ENTRIES = 2**20  # of a linear layer whose sums take larger tiles
+ROW_COLUMNS = 512  # of stored gradients, which one program adds up
 FOLD_BLOCK = 1024  # numbers that one program adds up
 SMALL_NUMBERS = 2**22  # numbers in the products of one chunk, where there is no kernel
 
@@ -226,6 +227,26 @@ def sums(parts: Factors, factor: Tensor, out: Tensor | None = None, *, add: bool
         total += row_sums(factor[:, k].float(), rows)
     total = _as_weight(parts, total)
     return out.add_(total) if add else out.copy_(total)
+
+
+def weighted_rows(factor: Tensor, rows: Tensor) -> Tensor:
+    """`arithmetic.row_sums` by one kernel, which reads rows in their own type, and none with factor zero.
+
+    Args:
+      factor: groups x n.
+      rows: groups x n x width, on a GPU. Rows with factor zero need not be finite.
+
+    Returns:
+      groups x width in float64.
+    """
+    from sordino.models import outer_kernel
+
+    groups, n, width = rows.shape
+    out = torch.empty(groups, width, dtype=torch.float64, device=rows.device)
+    factor, rows = factor.float().contiguous(), rows.contiguous()
+    grid = (-(-width // ROW_COLUMNS), groups)
+    outer_kernel.weighted[grid](rows, factor, out, n, width, TERMS=FLOAT32_TERMS, COLUMNS=ROW_COLUMNS)
+    return out
 
 
 def _terms(n: int, tiles: int, processors: int, block_cost: float) -> int:

@@ -185,3 +185,23 @@ def fold(
     if ADD:
         total += tl.load(place, mask=inside, other=0.0)
     tl.store(place, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def weighted(rows, factor, out, n, width, TERMS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Add factor times row over the n rows of a group: TERMS of them in float32, and these sums in float64.
+
+    Rows with factor zero are not read, so they may hold anything.
+    """
+    group = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), tl.float64)
+    for first in range(0, n, TERMS):
+        block = tl.zeros((COLUMNS,), tl.float32)
+        for k in tl.static_range(TERMS):
+            row = group * n + first + k
+            weight = tl.load(factor + row, mask=first + k < n, other=0.0)
+            there = (column < width) & (weight != 0.0)
+            block += weight * tl.load(rows + row * width + column, mask=there, other=0.0).to(tl.float32)
+        total += block.to(tl.float64)
+    tl.store(out + group * width + column, total, mask=column < width)

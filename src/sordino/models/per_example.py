@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional
 
 from sordino.errors import SordinoError
@@ -203,6 +204,7 @@ class Tape:
         self.spread: list[tuple[nn.Module, str, str, Tensor]] = []  # module, names and leaf
         self._cast: tuple[Tensor | None, Tensor | None] = None, None
         self._nothing: dict[torch.dtype, Tensor] = {}
+        self.traced = get_proxy_mode() is not None  # the pass is traced, to be compiled
 
     def nothing(self, kind: torch.dtype) -> Tensor:
         """The first argument of a product with beta = 0, which does not read it."""

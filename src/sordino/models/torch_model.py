@@ -423,8 +423,7 @@ class TorchModel:
         most = self._most(clip, clipping, x.device) if layer_of else clip * (1 - SAFETY)
         factors, fine = _factors(squares.reshape(-1, groups, n), most, mask, clipping.gamma)
         for where, part, layer in blocks:
-            part = blank(part, fine).to(torch.promote_types(theta.dtype, torch.float32))
-            summand = row_sums(factors[layer].to(part.dtype), part.view(groups, n, -1))
+            summand = _row_sums(factors[layer], part.reshape(groups, n, -1), fine, theta.dtype)
             width = len(where) if isinstance(where, Tensor) else where.stop - where.start
             _add_to(total, where, summand[:, :width])
         for use in later:
@@ -635,6 +634,14 @@ def _add_to(total: Tensor, where: slice | Tensor, summand: Tensor) -> None:
 def _of_persons(part: Tensor, filled: Tensor) -> Tensor:
     """The gradient of every person: the sum over its records. Rows without a record count as zero in any case."""
     return torch.where(filled, part.view(*filled.shape[:2], -1), 0.0).sum(1)
+
+
+def _row_sums(factor: Tensor, rows: Tensor, fine: Tensor, kind: torch.dtype) -> Tensor:
+    """The sum of factor times row in float64. Factors of rows that are not fine are zero."""
+    if kind is torch.float32 and outer.by_kernel(rows):
+        return outer.weighted_rows(factor, rows)
+    rows = blank(rows.flatten(0, 1), fine.flatten()).view(rows.shape).to(torch.promote_types(kind, torch.float32))
+    return row_sums(factor.to(rows.dtype), rows)
 
 
 def _unshared(part: Tensor, x: Tensor) -> Tensor:
