@@ -55,7 +55,7 @@ ifeq ($(TORCH),no)
 	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps .
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n auto -m "not soak" $(TORCHLESS_TESTS)
 else
-	PIP_CONSTRAINT=constraints.txt $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check '.[dev,tables,verify]'
+	PIP_CONSTRAINT=constraints.txt $(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check '.[dev,report,sklearn,tables,verify]'
 	OMP_NUM_THREADS=1 $(OTHER)/bin/python -m pytest -n auto -m "not soak" $(CORE_TESTS)
 endif
 
