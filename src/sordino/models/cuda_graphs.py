@@ -51,6 +51,8 @@ class GraphCache:
 class CapturedGraph:
     """A function captured as one CUDA graph, for inputs of one shape.
 
+    The graph reads the memory of all tensors that the function knows, so it keeps the function.
+
     Args:
         f: The function. It must not read any number back to the CPU.
         inputs: Example inputs; later calls pass tensors of the same shapes.
@@ -61,6 +63,7 @@ class CapturedGraph:
     def __init__(
         self, f: Callable[..., Tensor], inputs: Sequence[Tensor | None], pool: Any = None, *, autograd: bool = True
     ) -> None:
+        self._function = f  # a replay reads what it knows: freed, that memory would soon hold other numbers
         self._inputs = [None if t is None else t.detach().clone() for t in inputs]
         device = next(t.device for t in inputs if t is not None)
         rng_state = torch.cuda.get_rng_state(device)
