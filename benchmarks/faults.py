@@ -56,6 +56,10 @@ def page(out: dict[str, Any]) -> str:
         text += f"Faults: {faults}. "
         text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} had no result; "
         text += f"{sum(run['unpaid'] for run in random_faults.values())} were unpaid. "
+        short = [run for run in random_faults.values() if run["site_certificates"] < 6]
+        if short:
+            text += f"In {len(short)} of the schedules a site missed the last message in all three attempts and has no "
+            text += "certificate. "
         text += "Checks of a ledger after an exchange "
         text += f"that found fewer charges than releases: {len(out['violations'])}.\n"
     unknown = ", ".join(f"{name}: {answer}" for name, answer in out["unknown_sites"].items())
