@@ -53,7 +53,7 @@ def page(out: dict[str, Any]) -> str:
         count = Counter(sites for run in random_faults.values() for sites in run["came"])
         secure = sum(run["trust"] == "secure-aggregation" for run in random_faults.values())
         text += f"\n**{len(random_faults)} random schedules**, {secure} of them with secure aggregation. "
-        text += f"Faults: {faults}. "
+        text += f"Faults in all attempts: {faults}. "
         text += f"Of {sum(count.values())} rounds {count[6]} had all six sites and {count[0]} had no result; "
         text += f"{sum(run['unpaid'] for run in random_faults.values())} were unpaid. "
         short = [run for run in random_faults.values() if run["site_certificates"] < 6]
