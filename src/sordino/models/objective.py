@@ -54,10 +54,13 @@ class Objective(NamedTuple):
         parts = _parts(outputs)
         if isinstance(found := parts.get(self.output), Tensor):
             return found
-        example = next(iter(parts), "logits")
+        returned = f"returns a {type(outputs).__name__}"
+        if not parts:
+            raise SordinoError(f"module: it {returned}; it must return one tensor, or tensors by name or position.")
+        wrong = "" if self.output is None else f", and {self.output!r} is no tensor of it"
         raise SordinoError(
-            f"output: the module returns a {type(outputs).__name__} with {', '.join(map(repr, parts)) or 'no parts'}, "
-            f"and {self.output!r} is no tensor of it; name the part that predicts, as in output={example!r}."
+            f"output: the module {returned} with {', '.join(map(repr, parts))}{wrong}; name the part that predicts, "
+            f"as in output={next(iter(parts))!r}."
         )
 
     def losses(self, outputs: Any, y: Tensor) -> Tensor:
