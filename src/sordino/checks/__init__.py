@@ -14,6 +14,7 @@ test, which are deliberately wrong, and reports every mutant that passes. A cont
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.calibration import calibrated
 from sordino.methods.clipping import with_clipping
-from sordino.methods.uncertainty import with_uncertainty
+from sordino.methods.uncertainty import OF_CLASSES, OF_QUANTITIES, with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
@@ -228,19 +229,25 @@ def check_calibration(
     return [report for each in methods for report in _reports(name, each, [Linear(3, 2)], trials, seed)]
 
 
-def check_uncertainty(name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Run all contracts on DP-FedGD with the releases for standard errors.
+def check_uncertainty(
+    name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with the releases for standard errors: of classes, and of numbers.
 
     Args:
       name: the name that reports show.
       trials: restarts of the search for one query.
       seed: seed of the search.
+      units: the protected units.
 
     Returns:
-      One report per noised query and adjacency.
+      One report per unit, kind of labels, noised query and adjacency.
     """
-    method = with_uncertainty(entry("dp-fedgd").at(Unit.RECORD), 0.2, 0.5)
-    return list(_reports(name, method, CHECKED_MODELS, trials, seed))
+    reports: list[Report] = []
+    for unit, terms in itertools.product(units, (OF_CLASSES, OF_QUANTITIES)):
+        method = with_uncertainty(entry("dp-fedgd").at(unit), 0.2, 0.5, terms, 1 if unit is Unit.RECORD else 2)
+        reports += _reports(name, method, CHECKED_MODELS, trials, seed)
+    return reports
 
 
 def check_weights(

@@ -226,7 +226,9 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         table = csv.writer(file, lineterminator="\n")
         columns = ["estimate", "standard_error", "low", "high"] if intervals else []
         table.writerow(["feature", "class", "weight", *columns])
-        weights = dict(zip(names, weight[:, -1] - weight[:, 0], strict=True)) | {INTERCEPT: offset[-1] - offset[0]}
+        one = model.outputs == 1
+        differences = weight[:, -1] - (0 if one else weight[:, 0]), offset[-1] - (0 if one else offset[0])
+        weights = dict(zip(names, differences[0], strict=True)) | {INTERCEPT: differences[1]}
         for row in intervals:
             numbers = ["" if row[key] is None else repr(row[key]) for key in columns]
             table.writerow([row["feature"], contrast(run), repr(float(weights[row["feature"]])), *numbers])
@@ -279,8 +281,10 @@ def table_edges(run: LoadedRun) -> dict[int, Callable[[float], str]]:
 
 
 def contrast(run: LoadedRun) -> str:
-    """What the intervals of a model of two classes are about."""
-    return f"{run.classes[-1]} against {run.classes[0]}"
+    """What the intervals are about: one class against the other, or the target itself."""
+    if run.classes:
+        return f"{run.classes[-1]} against {run.classes[0]}"
+    return "" if run.schema is None or run.schema.target is None else run.schema.target.column
 
 
 def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.ndarray) -> None:

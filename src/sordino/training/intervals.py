@@ -1,9 +1,10 @@
-"""Intervals of the coefficients of a model of two classes, from the releases of `methods.uncertainty`.
+"""Intervals of the coefficients of a linear model, from the releases of `methods.uncertainty`.
 
-Let w be the difference of the two classes' parameters that the last round was asked at, w* its best value on the
-population, B the mean of p (1 - p) u u^T, and g the mean of (p - y) u at w. To first order g = B (w - w*) + s, where s
-is the sampling error of n records, with covariance B / n if the model holds. Released are g + e and B + E, with
-Gaussian e and E of known variance. So for one Newton step from w,
+Let w be the parameters that the last round was asked at (of two classes, the difference of both classes' parameters),
+w* their best value on the population, B the mean Hessian, and g the mean gradient at w. To first order
+g = B (w - w*) + s, where s is the sampling error of n records, with covariance B / n if a logistic model holds, and
+phi B / n for numbers whose variance is phi times what the loss assumes. Released are g + e and B + E, with Gaussian e
+and E of known variance, and for numbers the trace of phi B. So for one Newton step from w,
 
     w1 = w - (B + E)^-1 (g + e),   w1 - w* = (B + E)^-1 (E (w - w*) - s - e).
 
@@ -11,6 +12,9 @@ The covariance of w1 is that of the three terms between inverses of the released
 only, which w1 - w estimates. Directions in which the noise hides the curvature are not inverted: w1 keeps w there, and
 a coefficient that lies in them has no interval. That holds for all levels of a category together with the intercept,
 because they sum to 1, and for indicators that are hardly ever 1.
+
+Persons: n is their number, and B and g are means over persons. The records of one person may be alike in any way. The
+square of a sum of k terms is at most k times the sum of their squares, so the covariance of s is at most k B / n.
 """
 
 from __future__ import annotations
@@ -18,9 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from sordino.core import Privacy, Unit
+
+if TYPE_CHECKING:
+    from sordino.data.schema import Schema
 
 LEAST_RATIO = 2.0  # of an eigenvalue to the largest that noise alone has: smaller ones are hidden
 MOST_HIDDEN = 0.02  # of a coefficient's direction, squared, that may lie in hidden directions
@@ -33,33 +42,69 @@ class Estimate(NamedTuple):
     value: np.ndarray
     standard_error: np.ndarray
 
+    def in_units(self, schema: Schema) -> Estimate:
+        """The same in the unit of the table: of a quantity all coefficients, of a count the intercept."""
+        value, error = self.value.copy(), self.standard_error
+        if schema.task == "quantity":
+            value, error = value * schema.unit, error * schema.unit
+            value[-1] += schema.middle
+        if schema.task == "count":
+            value[-1] += math.log(schema.unit)
+        return Estimate(value, error)
 
-def estimate(
-    theta: np.ndarray, gradient: np.ndarray, hessian: np.ndarray, stds: tuple[float, float], records: int
-) -> Estimate:
-    """The difference of the two classes' parameters, with standard errors.
+
+def most_records(privacy: Privacy) -> int:
+    """The most records of one protected unit, at all clients together."""
+    return privacy.person_records * privacy.person_clients if privacy.unit is Unit.PERSON else 1
+
+
+class Released(NamedTuple):
+    """What the last round released, at `point`, and the noise on it."""
+
+    point: np.ndarray
+    gradient: np.ndarray
+    hessian: np.ndarray
+    stds: tuple[float, float]  # on an entry of the gradient, and on the diagonal of the Hessian
+
+    def of_contrast(self) -> Released:
+        """The same for the difference of the parameters of two classes, features (with 1 as the last) by classes."""
+        size = len(self.point) // 2
+        w, g = (part.reshape(size, 2) for part in (self.point, self.gradient))
+        blocks = self.hessian.reshape(size, 2, size, 2)
+        curvature = (blocks[:, 0, :, 0] + blocks[:, 1, :, 1] - blocks[:, 0, :, 1] - blocks[:, 1, :, 0]) / 4
+        stds = self.stds[0] / math.sqrt(2), self.stds[1] / 2  # of g1 - g0 over 2, and of the combined blocks
+        return Released(w[:, 1] - w[:, 0], (g[:, 1] - g[:, 0]) / 2, curvature, stds)
+
+
+def dispersion(spread: float, std: float, hessian: np.ndarray) -> float:
+    """The variance of numbers around their predictions, over what the loss assumes.
 
     Args:
-        theta: Parameters of a softmax model of two classes, features (with 1 as the last) by classes, flat.
-        gradient: The released mean gradient.
+        spread: The released trace of the mean of g g^T.
+        std: Of the noise on one entry of its diagonal; a spread below the noise of the trace counts as that noise.
         hessian: The released mean Hessian.
-        stds: Of the noise on an entry of the gradient, and on the diagonal of the Hessian.
-        records: Training records.
     """
-    size = len(theta) // 2
-    w, g = (part.reshape(size, 2) for part in (theta, gradient))
-    blocks = hessian.reshape(size, 2, size, 2)
-    curvature = (blocks[:, 0, :, 0] + blocks[:, 1, :, 1] - blocks[:, 0, :, 1] - blocks[:, 1, :, 0]) / 4
-    noise, matrix_noise = stds[0] / math.sqrt(2), stds[1] / 2  # of g1 - g0 over 2, and of the combined blocks
-    start, slope = w[:, 1] - w[:, 0], (g[:, 1] - g[:, 0]) / 2
+    trace = float(np.trace(hessian))
+    return max(spread, std * math.sqrt(len(hessian))) / trace if trace > 0 else math.inf
 
+
+def estimate(released: Released, units: int, spread: float = 1.0) -> Estimate:
+    """Coefficients with standard errors.
+
+    Args:
+        released: The releases of the last round.
+        units: Training records, or persons.
+        spread: Of the sampling error: `dispersion`, times the most records of a person.
+    """
+    start, slope, curvature, (noise, matrix_noise) = released
+    size = len(start)
     values, vectors = np.linalg.eigh((curvature + curvature.T) / 2)
     edge = matrix_noise * math.sqrt(2 * size)
     seen = values > max(LEAST_RATIO * edge, 1e-9 * values.max())
     values = (values + np.sqrt(np.clip(values**2 - edge**2, 0, None))) / 2  # noise raises eigenvalues on average
     inverse = (vectors[:, seen] / values[seen]) @ vectors[:, seen].T
     moved = inverse @ slope
-    middle = curvature / records + noise**2 * np.eye(size)
+    middle = spread * curvature / units + noise**2 * np.eye(size)
     middle += matrix_noise**2 / 2 * (moved @ moved * np.eye(size) + np.outer(moved, moved))
     variance = np.einsum("ij,jk,ki->i", inverse, middle, inverse)
     hidden = (vectors[:, ~seen] ** 2).sum(1) > MOST_HIDDEN

@@ -156,8 +156,13 @@ def _intervals(about: Mapping[str, Any]) -> str:
         f"{row['high']:.3g} |\n"
         for row in known[:MOST_COLUMNS]
     )
+    what = (
+        f"Log odds of `{_cell(about['classes'][-1])}`"
+        if about["classes"]
+        else "Change of the target, or of its logarithm,"
+    )
     return (
-        f"## Coefficients\n\nLog odds of `{_cell(about['classes'][-1])}` per unit of an encoded feature, with sampling "
+        f"## Coefficients\n\n{what} per unit of an encoded feature, with sampling "
         f"error and the noise of the run. {len(table) - len(known)} of {len(table)} coefficients have no interval, "
         "because the noise hides them or their columns sum to 1.\n\n"
         f"| feature | estimate | standard error | 95 % interval |\n|---|---|---|---|\n{rows}\n"

@@ -27,7 +27,14 @@ from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.clipping import with_clipping
 from sordino.methods.tally import after_tally
-from sordino.methods.uncertainty import UNCERTAINTY_ROUNDS, with_uncertainty
+from sordino.methods.uncertainty import (
+    OF_CLASSES,
+    OF_QUANTITIES,
+    UNCERTAINTY_ROUNDS,
+    Terms,
+    of_counts,
+    with_uncertainty,
+)
 from sordino.models import images, registry
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
@@ -136,11 +143,21 @@ class ResolvedSpec:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
         built = with_clipping(build(self.method_name, self.privacy.unit, **self.options), self.clipping)
         method = calibrated(built, self.spec.calibrate or 0.0, self.spec.calibrate_slope)
-        method = with_uncertainty(method, self.spec.uncertainty or 0.0, float(self.options.get("radius", 1.0)))
+        radius, person = float(self.options.get("radius", 1.0)), self.privacy.unit is Unit.PERSON
+        records = self.privacy.person_records if person else 1
+        method = with_uncertainty(method, self.spec.uncertainty or 0.0, radius, self._terms, records)
         plugin = registry.plugin_of(self.model.name)
         method = method if plugin is None else plugins.judged(method, plugin)
         share = self.spec.private_statistics
         return method if share is None else after_tally(method, self.statistics, share)
+
+    @property
+    def _terms(self) -> Terms:
+        """What one record adds at most to the releases for standard errors."""
+        schema = self.source.schema
+        if schema is not None and schema.task == "count":
+            return of_counts(schema.unit)
+        return OF_QUANTITIES if schema is not None and schema.task == "quantity" else OF_CLASSES
 
     @property
     def clipping(self) -> Clipping:
@@ -272,9 +289,11 @@ class ResolvedSpec:
     def _check_uncertainty(self, features: int, classes: int) -> None:
         """Refuse intervals where they are not derived."""
         scaled = (self.source.normalize.partition(":")[0] in ("record", "table"), "records are not scaled to a norm")
+        linear = ("auto", "squares", "poisson") if self._terms.numeric else ("auto", "softmax")
+        fits = self.model.name in linear and classes == (0 if self._terms.numeric else 2)
         rules = (
             (self.method_name == "auto", f"method = {self.method_name}"),
-            (self.model.name in ("auto", "softmax") and classes == 2, "the model is not linear with two classes"),
+            (fits, "the model is not linear with two classes, quantities or counts"),
             (not self.model.options.get("class_weights"), "class_weights are set"),
             (self.participation.kind == "full", "not every client takes part in every round"),
             (self.sampling.kind == "full", f"batch = {self.spec.batch}"),
@@ -284,8 +303,9 @@ class ResolvedSpec:
         )
         if wrong := [what for fine, what in rules if not fine]:
             raise SordinoError(
-                "uncertainty: standard errors are derived for method = auto and two classes, without class weights, "
-                f"with all records in every round, and here {wrong[0]}; leave uncertainty out."
+                "uncertainty: standard errors are derived for method = auto and two classes, or a quantity or count of "
+                f"a schema, without class weights, with all records in every round, and here {wrong[0]}; leave "
+                "uncertainty out."
             )
 
     def _check_expansion(self, features: int) -> None:

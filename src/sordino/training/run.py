@@ -36,7 +36,7 @@ from sordino.data.sources import Dataset
 from sordino.engines import reference, simulate
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError
-from sordino.methods.uncertainty import GRADIENT, HESSIAN
+from sordino.methods.uncertainty import GRADIENT, HESSIAN, SPREAD
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration, spending
@@ -410,16 +410,16 @@ def coefficient_intervals(run: PreparedRun, checkpoint: Any) -> list[dict[str, A
     """Intervals of the coefficients, from the last releases of the run; None if it released none for them."""
     if not run.resolved.spec.uncertainty:
         return None
-    last = len(run.plan.method.stages) - 1
-    stds = (
-        calibration.aggregate_std(run.plan, last, GRADIENT),
-        calibration.aggregate_std(run.plan, last, HESSIAN),
-    )
-    parts = [np.asarray(part.double().cpu().numpy()) for part in checkpoint[1]]
+    last, schema, privacy = len(run.plan.method.stages) - 1, run.resolved.source.schema, run.plan.privacy
+    stds = [calibration.aggregate_std(run.plan, last, number) for number in range(len(run.plan.stages[last].queries))]
+    _, point, gradient, hessian, trace = (np.asarray(part.double().cpu().numpy()) for part in checkpoint[1])
+    released = intervals.Released(point, gradient, hessian, (stds[GRADIENT], stds[HESSIAN]))
+    numeric, records = bool(trace.size), intervals.most_records(privacy)
+    released = released if numeric else released.of_contrast()
+    spread = intervals.dispersion(float(trace[0]), stds[SPREAD], released.hessian) if numeric else 1.0
+    found = intervals.estimate(released, sum(run.plan.sizes), records * spread)
     names = run.dataset.features or tuple(f"x{k}" for k in range(run.dataset.x_train.shape[1]))
-    _, point, gradient, hessian = parts
-    found = intervals.estimate(point, gradient, hessian, stds, sum(run.plan.sizes))
-    return intervals.table(found, names)
+    return intervals.table(found if schema is None else found.in_units(schema), names)
 
 
 def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
