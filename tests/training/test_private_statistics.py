@@ -84,12 +84,8 @@ def test_ranges_are_found_paid_for_and_verified(place, tmp_path, trust):
     found = Schema.read(out / "public" / "schema.toml")
     assert found.unknown == []
     (low, high), (poor, rich) = found.columns["age"].range, found.columns["income"].range
-    assert -120 <= low <= 35
-    assert 75 <= high <= 220
-    assert 50 <= poor <= 3000
-    assert rich >= 5000
-    # Noise is fresh, and one noisy cell can widen the range; where every client adds noise, ranges are rough.
-    assert rich <= 3_000_000 or trust == "untrusted-server"
+    assert -1000 <= low < high <= 1000
+    assert 0 <= poor < rich <= 10_000_000
     cert = json.loads((out / "public" / "certificate.json").read_text())
     assert cert["certified"]
     assert cert["epsilon"] == pytest.approx(4.0, abs=1e-6), "the total stays what was asked for"
@@ -108,6 +104,19 @@ def test_ranges_are_found_paid_for_and_verified(place, tmp_path, trust):
     assert [line["round"] for line in lines] == [1, 2, 3, 4, 5]
     assert set(lines[0]) == {"round", "epsilon"}
     assert load_run(out).predict(str(place / "data.csv")).shape == (3000,)
+
+
+@pytest.mark.parametrize("trust", [Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER])
+def test_ranges_hold_most_records_and_little_else(place, tmp_path, trust):
+    """With a seed: one noisy cell in some hundreds widens a range, which fresh noise would show now and then."""
+    out = tmp_path / "run"
+    assert main(words(place, "--trust", trust, "--seed", "1", "--out", str(out))) == 0
+    found = Schema.read(out / "public" / "schema.toml")
+    (low, high), (poor, rich) = found.columns["age"].range, found.columns["income"].range
+    assert -120 <= low <= 35
+    assert 75 <= high <= 220
+    assert 50 <= poor <= 3000
+    assert 5000 <= rich <= 3_000_000
 
 
 def test_a_smaller_share_in_the_spec_than_in_the_certificate_is_found(place, tmp_path):
