@@ -29,13 +29,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from sordino.core import (
+    FLAT_CLIPPING,
     SAMPLED,
     Broadcast,
     Checkpoint,
@@ -171,7 +172,7 @@ class BatchedClients:
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
-        self._graphs: dict[float, CapturedGraph] = {}
+        self._graphs: dict[tuple[float, bool], CapturedGraph] = {}
         self._ahead: tuple[tuple[int, ...], Tensor] = ((), torch.zeros(0))
 
     @cached_property
@@ -233,14 +234,37 @@ class BatchedClients:
         else:
             shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
         query = round_plan.stage.queries[0]
-        if full and theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False):
-            if query.clip not in self._graphs:
-                graph = CapturedGraph(lambda at: gradient_sum(self.model, query, at, shard), (theta,))
-                self._graphs[query.clip] = graph
-            total: Tensor = heaviest * self._graphs[query.clip]((theta,))
-        else:
-            total = heaviest * gradient_sum(self.model, query, theta, shard)
+        wide = theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False)
+        if full and wide and query.clipping == FLAT_CLIPPING:
+            return self._captured(round_plan, theta, shard, shares)
+        total = heaviest * gradient_sum(self.model, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
+
+    def _captured(self, round_plan: RoundPlan, theta: Tensor, shard: Any, shares: bool) -> Tensor:
+        """`fused` for runs of one linear model on a GPU: sums, and noise that is not secret, are one CUDA graph."""
+        query, heaviest, model = round_plan.stage.queries[0], float(self._per_record.max()), cast(Any, self.model)
+        std, inputs = self._spread_of(round_plan, 0, self._per_record), [theta]
+        whole = not self.secret and self._at_once(query) and bool(std.any()) and (round_plan.noise_on_sum or not shares)
+        if whole:
+            noise = self._standard(round_plan, 0, tuple(theta.shape[-1:]))
+            inputs += [noise.z, along(self._laid(np.atleast_1d(std)), 1)]
+        if (query.clip, whole) not in self._graphs:
+            sums = model.summing(shard, query.clip, len(theta))
+
+            def noised_sum(at: Tensor, noise: Tensor, width: Tensor) -> Tensor:
+                total: Tensor = heaviest * sums(at) + width * noise
+                return total.to(self.records.x)
+
+            self._graphs[query.clip, whole] = CapturedGraph(noised_sum if whole else sums, inputs, autograd=False)
+        total = self._graphs[query.clip, whole](inputs)
+        return total if whole else self._noised(heaviest * total, round_plan, 0, self._per_record, shares)
+
+    def _spread_of(self, round_plan: RoundPlan, number: int, moved: np.ndarray) -> np.ndarray:
+        """The standard deviation of the noise of a cohort's sum; one per run, if runs differ."""
+        if round_plan.noise_on_sum:
+            return round_plan.sum_stds[number]
+        scale = (moved * round_plan.stds[number])[..., round_plan.cohort]
+        return np.asarray(np.sqrt((scale**2).sum(-1)))
 
     def batched(
         self, round_plan: RoundPlan, broadcast: Broadcast, memory: Tree, caches: Tree, shares: bool
@@ -337,8 +361,7 @@ class BatchedClients:
     def _noised(self, total: Tensor, round_plan: RoundPlan, number: int, moved: np.ndarray, shares: bool) -> Tensor:
         """A cohort's sum with its noise: that of the sum itself, or `moved` times each client's own, drawn as one."""
         query, axes = round_plan.stage.queries[number], 2 if round_plan.stage.queries[number].kind in MATRICES else 1
-        scale = (moved * round_plan.stds[number])[..., round_plan.cohort]
-        std = round_plan.sum_stds[number] if round_plan.noise_on_sum else np.sqrt((scale**2).sum(-1))
+        std = self._spread_of(round_plan, number, moved)
         if not std.any():
             return total.to(self.records.x)
         shape = tuple(total.shape[-axes:])
@@ -348,6 +371,7 @@ class BatchedClients:
         if round_plan.noise_on_sum or not (shares or apart):
             noise = self._standard(round_plan, number, shape)
         else:  # each client's part of the noise, in units of all of it
+            scale = (moved * round_plan.stds[number])[..., round_plan.cohort]
             part = self._laid(scale / np.expand_dims(std, -1))
             noise = (
                 self._draw(round_plan, number, 0, round_plan.cohort, shape).scaled(along(part, axes)).summed(self.lead)
@@ -383,9 +407,12 @@ class BatchedClients:
         """A source that draws for all runs by one call, if the runs' sources are its rows; None otherwise."""
         return joint_source(self.sources) if self.lead else None
 
+    @cached_property
+    def _all_counted(self) -> bool:
+        return all(isinstance(source, Counted) for source in self.sources)
+
     def _at_once(self, query: Query) -> bool:
-        plain = mechanism_of(query.noise).is_plain and query.kind not in MATRICES
-        return plain and all(isinstance(source, Counted) for source in self.sources)
+        return self._all_counted and mechanism_of(query.noise).is_plain and query.kind not in MATRICES
 
     def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:
         """Addresses x runs x shape."""

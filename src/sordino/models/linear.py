@@ -24,9 +24,9 @@ from torch import Tensor
 
 from sordino.core import CALIBRATION_LEVEL, MOST_LOG_ODDS, SAFETY, Shard
 from sordino.errors import SordinoError
-from sordino.models import kernel
+from sordino.models import kernel, softmax_batched
 from sordino.models.arithmetic import exact_arithmetic, product_rows
-from sordino.models.softmax_batched import MIN_PROBABILITY, clipped_sums
+from sordino.models.softmax_batched import MIN_PROBABILITY
 
 LOG2_E = math.log2(math.e)
 MIN_NORM = 1e-30  # of a record and of a residual; smaller ones have too few digits and count as 0
@@ -170,7 +170,7 @@ class Linear:
         ):  # runs over the same records
             if theta.device.type == "cpu":  # the kernel is faster, run by run, than wide products
                 return torch.stack([self.clipped_sum(run, shard, clip) for run in theta])
-            return clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
+            return softmax_batched.clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
         scale = None if scale is None else usable(scale).to(shard.x)
 
         def compiled(part: Shard) -> Tensor | None:
@@ -201,6 +201,22 @@ class Linear:
 
         total = sum_over(shard, part_sum, self._rows(theta, shard))
         return total if scale is None else total * scale.double()
+
+    def summing(self, shard: Shard, clip: float, runs: int) -> Callable[[Tensor], Tensor]:
+        """`clipped_sum` of runs over the same records, as a function of theta. The records are laid out once.
+
+        Args:
+          shard: the records, without an axis of runs.
+          clip: bound on the norm of one record's gradient.
+          runs: number of runs.
+
+        Returns:
+          The function of runs x parameters.
+        """
+        if shard.per_person > 1 or not self.plain or shard.x.device.type == "cpu":
+            return functools.partial(self.clipped_sum, shard=shard, clip=clip)
+        length, bound = self._length(shard), clip * (1 - SAFETY)
+        return exact_arithmetic()(softmax_batched.summing(shard, length, bound, self.outputs, runs))
 
     @exact_arithmetic()
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:

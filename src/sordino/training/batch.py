@@ -36,6 +36,7 @@ from sordino.training.spec import Spec
 from sordino.tree import leaves
 
 MAX_RUNS_PER_BATCH = 64  # runs per batch
+HELD_NUMBERS = 2**20  # of aggregates whose norms are computed by one call
 FREE_KEYS = ("seed", "epsilon", "delta")  # keys in which runs of one batch may differ, beside options
 
 
@@ -150,6 +151,7 @@ def _train(
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
     curves: dict[int, dict[str, list[float]]] = {}
     norms: list[Tensor] = []
+    aggregates: list[Tensor] = []  # whose norms are computed by one call
     sent = received = 0
     for this_round in simulate.run(shared, model, records, sources if len(runs) > 1 else sources[0], theta=theta):
         if at is None or this_round.t + 1 in at or this_round.t + 1 == last:
@@ -158,10 +160,14 @@ def _train(
         sent += numbers(this_round.aggregate) // len(runs)
         received += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(runs)
         if bare and isinstance(this_round.aggregate, Tensor):
-            norms.append(this_round.aggregate.double().square().sum(-1).reshape(-1))
+            aggregates.append(this_round.aggregate)
+            if len(aggregates) * aggregates[0].numel() >= HELD_NUMBERS:
+                norms.append(_norms(aggregates))
+                aggregates = []
         if this_round.t + 1 == last:
             break
-    squares = torch.stack(norms, -1).cpu().numpy() if norms else np.zeros((len(runs), 0))
+    norms += [_norms(aggregates)] if aggregates else []
+    squares = torch.cat(norms).T.cpu().numpy() ** 2 if norms else np.zeros((len(runs), 0))
     seconds = (time.perf_counter() - began) / len(runs)
     for i, (run, plan) in enumerate(zip(runs, plans, strict=True)):
         final = this_round.model[i] if len(runs) > 1 else this_round.model
@@ -171,6 +177,12 @@ def _train(
         accuracy = {t: values["accuracy"][i] for t, values in curves.items() if "accuracy" in values}
         numbers_sent = sent, received
         yield Trained(run, plan, model, final.cpu(), scores, accuracy, tuple(signal.tolist()), numbers_sent, seconds)
+
+
+def _norms(aggregates: list[Tensor]) -> Tensor:
+    """The norms of the aggregates: rounds x runs."""
+    norms: Tensor = torch.linalg.vector_norm(torch.stack(aggregates), dim=-1, dtype=torch.float64)
+    return norms.view(len(aggregates), -1)
 
 
 def _scores(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, metric: str, unit: float) -> dict[str, list[float]]:

@@ -243,10 +243,17 @@ class Counted:
 
 def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device: str = "cpu") -> Tensor:
     """Standard normals, addresses x sources x size: the draw of each source at each address."""
-    keys = torch.tensor([source.keys[0] for source in sources], device=device)
-    places = torch.tensor([_word(a.pack()) for a in at], device=device)
+    keys, places = (
+        _sent(words, device) for words in ([source.keys[0] for source in sources], [_word(a.pack()) for a in at])
+    )
     u = _fractions(_mix(places.unsqueeze(-1) ^ keys), 2 * size)
     return (-2 * u[..., 0::2].log()).sqrt() * (2 * math.pi * u[..., 1::2]).cos()  # Box and Muller
+
+
+def _sent(words: list[int], device: str) -> Tensor:
+    """The words on a device. A copy from pinned memory does not wait for what the device still computes."""
+    here = torch.tensor(words)
+    return here.pin_memory().to(device, non_blocking=True) if device.startswith("cuda") else here.to(device)
 
 
 class Noiseless:
