@@ -44,7 +44,7 @@ OTHER = build/$(notdir $(PYTHON))
 CORE_TESTS := tests/test_core.py tests/test_imports.py tests/test_package.py tests/test_tree.py tests/test_wire.py tests/privacy \
 	tests/rules tests/methods tests/engines/test_oracle.py tests/engines/test_shapes.py tests/data/test_records.py
 TORCHLESS_TESTS := tests/test_files.py tests/methods/test_bounds.py tests/privacy/accounting tests/privacy/test_participation.py \
-	tests/privacy/evidence/test_ledger.py tests/privacy/mechanisms/test_discrete_gaussian.py tests/privacy/mechanisms/test_shares.py \
+	tests/evidence/test_ledger.py tests/privacy/mechanisms/test_discrete_gaussian.py tests/privacy/mechanisms/test_shares.py \
 	--ignore=tests/privacy/accounting/test_selection.py -k "not counted"
 test-python:
 	$(PYTHON) -m venv --clear $(OTHER)

@@ -41,12 +41,12 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import SAMPLING, assign_slots, round_plans
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import GENESIS, Ledger, _chained, _label
+from sordino.evidence.signing import signed
+from sordino.evidence.verify import NOT_SIGNED
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.ledger import GENESIS, Ledger, _chained, _label
-from sordino.privacy.evidence.signing import signed
-from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.privacy.mechanisms import random
 from sordino.privacy.mechanisms.gaussian import grid_of
 from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded, Source

@@ -29,7 +29,7 @@ from papers.tables import (
 )
 from sordino.data.partition import describe, split
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.certificate import finite
+from sordino.evidence.certificate import finite
 from sordino.studies import compare
 from sordino.studies.statistics import from_counts, mcnemar
 from sordino.training.batch import run_many

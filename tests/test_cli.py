@@ -13,9 +13,9 @@ import pytest
 from sordino import checks
 from sordino.cli import COMMANDS, _parser, main
 from sordino.cli.show import terminable
+from sordino.evidence.ledger import Charge, Ledger
 from sordino.federation.sentences import of_coordinator
 from sordino.methods import REGISTRY
-from sordino.privacy.evidence.ledger import Charge, Ledger
 from tests.support import tiers
 
 

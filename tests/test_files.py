@@ -122,7 +122,7 @@ def test_nothing_else_locks_or_replaces_files():
         if path.name != "files.py" and word in path.read_text(encoding="utf-8")
     }
     # A ledger creates its empty file itself: a second descriptor would drop SQLite's own locks when it is closed.
-    assert found == {("privacy/evidence/ledger.py", "O_EXCL")}
+    assert found == {("evidence/ledger.py", "O_EXCL")}
 
 
 @pytest.mark.skipif(os.name != "posix", reason="needs POSIX modes")

@@ -31,14 +31,14 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.methods.admm import shift
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import correlated, gaussian
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan

@@ -292,7 +292,7 @@ def test_settings_that_were_chosen_at_other_budgets_serve():
 
 def test_up_reads_the_label_it_is_told(here):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation.operations import demonstration
+    from sordino.operations import demonstration
 
     rows = [f"{k % 7},{k % 5},{'yes' if k % 3 else 'no'}" for k in range(200)]
     (here / "p.csv").write_text("\n".join(["a,b,outcome", *rows, ""]))
@@ -309,7 +309,7 @@ def test_up_reads_the_label_it_is_told(here):
 
 def test_up_divides_quantities_too(here):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation.operations import demonstration
+    from sordino.operations import demonstration
 
     x = np.random.default_rng(0).standard_normal((200, 3))
     rows = [",".join(f"{value:.6f}" for value in row) for row in x]
@@ -322,7 +322,7 @@ def test_up_divides_quantities_too(here):
 
 def test_up_passes_the_label_on(capsys, here, monkeypatch):
     pytest.importorskip("flwr", reason="needs sordino[flower]")
-    from sordino.federation.operations import demonstration
+    from sordino.operations import demonstration
 
     seen = {}
     monkeypatch.setattr(demonstration, "prepare", lambda out, sites, **words: seen.update(words))

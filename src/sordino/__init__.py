@@ -62,12 +62,12 @@ if TYPE_CHECKING:  # what `_HOME` says, for type checkers and editors; a test co
     from sordino.estimators import UnpaidSearchWarning as UnpaidSearchWarning
     from sordino.estimators import UnpaidStepWarning as UnpaidStepWarning
     from sordino.estimators import certificate_of as certificate_of
+    from sordino.evidence.certificate import certificate
+    from sordino.evidence.statement import statement
+    from sordino.evidence.verify import verify
     from sordino.methods import build
     from sordino.models.linear import Linear
     from sordino.privacy.accounting import gaussian
-    from sordino.privacy.evidence.certificate import certificate
-    from sordino.privacy.evidence.statement import statement
-    from sordino.privacy.evidence.verify import verify
     from sordino.privacy.mechanisms.random import source
     from sordino.privacy.participation import Participation
     from sordino.privacy.plan import Plan
@@ -122,9 +122,9 @@ _HOME = {
     "sordino.methods": "build",
     "sordino.models.linear": "Linear",
     "sordino.privacy.accounting": "gaussian",
-    "sordino.privacy.evidence.certificate": "certificate",
-    "sordino.privacy.evidence.statement": "statement",
-    "sordino.privacy.evidence.verify": "verify",
+    "sordino.evidence.certificate": "certificate",
+    "sordino.evidence.statement": "statement",
+    "sordino.evidence.verify": "verify",
     "sordino.privacy.mechanisms.random": "source",
     "sordino.privacy.participation": "Participation",
     "sordino.privacy.plan": "Plan",

@@ -46,8 +46,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sordino.core import Method
 from sordino.errors import SordinoError
+from sordino.evidence.signing import code_sha256, sha256
 from sordino.files import write
-from sordino.privacy.evidence.signing import code_sha256, sha256
 
 if TYPE_CHECKING:  # slow to import, and only needed where a name is not Sordino's own
     from importlib.metadata import EntryPoint

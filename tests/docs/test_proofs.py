@@ -21,6 +21,7 @@ from scipy.stats import binom
 from sordino.core import SAFETY, Adjacency, Clipping, Correlated, Shard
 from sordino.engines.oracle import clipped
 from sordino.errors import SordinoError
+from sordino.evidence.spent import COPIES, REST, Charge, Choice, Spent, SpentByRuns
 from sordino.methods import admm
 from sordino.methods.ftrl import stream
 from sordino.models import arithmetic, outer, per_example, torch_model
@@ -30,7 +31,6 @@ from sordino.models.tally import person_means
 from sordino.privacy.accounting import allocation, concentrated, cover, gaussian, selection, subsampled
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.subsampled import SampledGaussian
-from sordino.privacy.evidence.spent import COPIES, REST, Charge, Choice, Spent, SpentByRuns
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian, _stretch
 from sordino.privacy.mechanisms.quantization import Integers

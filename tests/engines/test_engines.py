@@ -13,12 +13,12 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger
 from sordino.methods import REGISTRY, build
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
 from sordino.privacy import calibration
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan

@@ -12,9 +12,9 @@ from sordino.core import Privacy
 from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.errors import OverspentError
+from sordino.evidence.ledger import Ledger
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan

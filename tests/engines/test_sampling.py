@@ -14,10 +14,10 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import SAMPLING, SLOT_ORDER, assign_slots, check_stream, round_plans
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.ledger import Ledger
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Address, Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan

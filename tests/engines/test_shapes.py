@@ -13,10 +13,10 @@ from sordino.core import Correlated, Kind, Lemma, Local, Method, Privacy, Query,
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.charges import charges
 from sordino.models.linear import Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.charges import charges
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan

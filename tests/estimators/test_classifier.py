@@ -20,8 +20,8 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import sordino
 from sordino import FederatedClassifier, OverspentError, SordinoError, UnpaidSearchWarning
+from sordino.evidence.ledger import Ledger
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.training.spec import Spec
 
 GENEROUS = 1e4  # so little noise that what is left of a check is about manners

@@ -23,7 +23,7 @@ def fast():
 @pytest.fixture
 def three(tmp_path):
     """A coordinator and three sites, as `up` makes them."""
-    from sordino.federation.operations import demonstration  # needs Flower
+    from sordino.operations import demonstration  # needs Flower
 
     demonstration.prepare(tmp_path / "f", 3, spec={"method": "dp-fedsofim", "rounds": 4})
     return tmp_path / "f"

@@ -31,13 +31,13 @@ from unknown_sites import try_all
 
 import sordino
 from sordino.data.sources import load
+from sordino.evidence.charges import charges
 from sordino.federation.config import SiteConfig
 from sordino.federation.flower import NODES
 from sordino.federation.flower.commands import environment, server_command, superlink_command
 from sordino.federation.flower.processes import LocalFederation, listening
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms
-from sordino.privacy.evidence.charges import charges
 from sordino.training.artifacts import load_model
 
 VICTIM = "alpha"  # one of its records is singled out

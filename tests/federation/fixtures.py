@@ -10,12 +10,12 @@ from sklearn.datasets import load_digits
 
 from sordino import wire
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import NOTES, Ledger
 from sordino.federation.config import SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.derived import stated
 from sordino.federation.site import Site
 from sordino.federation.terms import Terms, federated, written
-from sordino.privacy.evidence.ledger import NOTES, Ledger
 from sordino.secagg import Identity, Roster
 
 SETTINGS = ("dropouts", "colluders", "names", "seed")

@@ -182,7 +182,7 @@ def dying(me: str, answer: Callable[[], bytes]) -> bytes:
     path.unlink()
     if how == "site restarted":
         return die(answer)
-    from sordino.privacy.evidence.ledger import Ledger
+    from sordino.evidence.ledger import Ledger
 
     charge = Ledger.charge
 
@@ -239,7 +239,7 @@ def full(answer: Callable[[], bytes]) -> bytes:
 
 
 def skew(answer: Callable[[], bytes]) -> bytes:
-    from sordino.privacy.evidence import ledger
+    from sordino.evidence import ledger
 
     ledger._now = lambda: "2025-01-01T00:00:00+00:00"  # type: ignore[assignment]
     return answer()
@@ -256,7 +256,7 @@ def jump(answer: Callable[[], bytes]) -> bytes:
 def restore_old(answer: Callable[[], bytes]) -> bytes:
     """Answer, and put a backup from before in the place of the folder's files. The next time, put the newest back."""
     from sordino.federation import handler
-    from sordino.federation.operations import backups
+    from sordino.operations import backups
 
     folder = handler.file().parent
     aside = notes() / f"newest-{os.environ['SORDINO_SITE']}"

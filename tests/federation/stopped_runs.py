@@ -17,12 +17,12 @@ import tomli_w
 
 from sordino import wire
 from sordino.errors import StoppedError
+from sordino.evidence.charges import whole_run
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import SpentByRuns
 from sordino.federation import coordinator
 from sordino.federation.refusal import REASONS
 from sordino.federation.terms import Terms
-from sordino.privacy.evidence.charges import whole_run
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import SpentByRuns
 
 LIMIT, DELTA = 11.0, 1e-5
 DONE = 2  # rounds of the first run

@@ -12,12 +12,12 @@ from fixtures import Loopback
 from sordino import files, secagg, wire
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, StoppedError
+from sordino.evidence.ledger import Ledger
 from sordino.federation import coordinator as coordinator_module
 from sordino.federation import messenger, sentences
 from sordino.federation import site_run as module
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.progress import parsed, read_lines
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
 from tests.support import tiers

@@ -10,13 +10,13 @@ import tomli_w
 from sordino.core import Adjacency
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import NOTES
 from sordino.federation import counting
 from sordino.federation.config import FederationConfig
-from sordino.federation.operations.doctor import doctor
 from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms, against_terms
+from sordino.operations.doctor import doctor
 from sordino.privacy import spending
-from sordino.privacy.evidence.ledger import NOTES
 from sordino.training.predict import load_run
 from sordino.training.verify_run import verify_run
 from tests.support import tiers

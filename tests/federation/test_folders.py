@@ -9,10 +9,10 @@ import pytest
 from sordino.cli import main
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
+from sordino.evidence.signing import sha256
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.flower import deploy
-from sordino.privacy.evidence.signing import sha256
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")

@@ -10,10 +10,10 @@ from messages import NUMBERS, SIZE, put
 
 from sordino import wire
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import Ledger
 from sordino.federation import site_data
 from sordino.federation.terms import Terms
 from sordino.methods import REGISTRY, build
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.secagg import Identity
 
 NORTH = "north"

@@ -6,9 +6,9 @@ from test_coordinator import altered
 
 from sordino import wire
 from sordino.errors import SordinoError
+from sordino.evidence.signing import of_site
 from sordino.federation import introductions, messenger
 from sordino.federation.coordinator import Coordinator
-from sordino.privacy.evidence.signing import of_site
 from sordino.secagg import Identity
 
 NONCE = "0" * 64

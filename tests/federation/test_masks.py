@@ -9,10 +9,10 @@ import pytest
 
 from sordino import wire
 from sordino.errors import SordinoError
+from sordino.evidence import public
+from sordino.evidence.verify import verify
 from sordino.federation import masks
 from sordino.federation.derived import check_derived
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms import mask_graph
 from sordino.privacy.mechanisms.mask_graph import PARTS, Parameters
 from sordino.training.artifacts import load_model

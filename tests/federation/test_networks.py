@@ -18,8 +18,8 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 import sordino
 from sordino.cli import main
-from sordino.federation.operations.status import of_coordinator, of_site
 from sordino.federation.terms import against_terms
+from sordino.operations.status import of_coordinator, of_site
 from sordino.training.verify_run import verify_run
 
 SORDINO = [sys.executable, "-m", "sordino.cli"]

@@ -9,10 +9,10 @@ import torch
 
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.evidence.verify import verify
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.site_run import StoredMemory
 from sordino.federation.terms import against_terms
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training.artifacts import load_model
 from sordino.training.verify_run import verify_run

@@ -2,7 +2,7 @@
 
 import json
 
-from sordino.privacy.evidence import public
+from sordino.evidence import public
 
 
 def test_every_field_of_a_sites_certificate_is_listed(federation):

@@ -7,7 +7,7 @@ import pytest
 from sordino import wire
 from sordino.errors import Refused, SordinoError
 from sordino.federation import rotations, run_keys
-from sordino.federation.operations import backups
+from sordino.operations import backups
 from sordino.secagg import Identity, Member, Session, offer, read_offer
 from sordino.secagg.round import _shares
 

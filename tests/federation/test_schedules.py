@@ -10,10 +10,10 @@ from random_faults import ATTEMPTS, FAULTS, KILLED, RATES, corrupted
 
 from sordino import wire
 from sordino.errors import StoppedError
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger
 from sordino.federation import messenger
 from sordino.federation.coordinator import Coordinator
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.training.artifacts import load_model
 
 TOTAL = Counter()

@@ -19,20 +19,20 @@ from sordino.core import Broadcast
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, Refused, SordinoError, WireError
+from sordino.evidence import ledger as ledgers
+from sordino.evidence import public
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import RESERVED, Charge
 from sordino.federation import site as site_module
 from sordino.federation import site_data as data_module
 from sordino.federation import site_run as run_module
-from sordino.federation.operations.doctor import doctor
 from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.run_keys import roster_of_run
 from sordino.federation.site_run import SiteRun
+from sordino.operations.doctor import doctor
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence import ledger as ledgers
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import RESERVED, Charge
 from sordino.secagg import Identity, Roster
 from tests.support import tiers
 

@@ -9,10 +9,10 @@ import pytest
 
 from sordino.cli import main
 from sordino.errors import SordinoError, StoppedError
+from sordino.evidence.ledger import NOTES
 from sordino.federation import approvals, coordinator, study_queue
 from sordino.federation.config import SiteConfig
 from sordino.federation.study_queue import StudyQueue
-from sordino.privacy.evidence.ledger import NOTES
 
 NORTH = "north"
 FIRST, SECOND, THIRD = "11" * 16, "22" * 16, "33" * 16

@@ -9,10 +9,10 @@ from fixtures import Loopback
 
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
+from sordino.evidence.verify import verify
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.operations.doctor import doctor
-from sordino.privacy.evidence.verify import verify
+from sordino.operations.doctor import doctor
 from sordino.training.artifacts import load_model
 from sordino.training.predict import load_run, predict
 from sordino.training.verify_run import verify_run

@@ -7,12 +7,12 @@ import pytest
 
 from sordino import wire
 from sordino.errors import SordinoError, StoppedError
+from sordino.evidence import public
 from sordino.federation import testing
 from sordino.federation.config import FederationConfig, SiteConfig
-from sordino.federation.operations import demonstration
 from sordino.federation.sentences import of_coordinator
 from sordino.federation.terms import Terms
-from sordino.privacy.evidence import public
+from sordino.operations import demonstration
 from sordino.training import noised_metrics
 from sordino.training.verify_run import verify_run
 from tests.federation.fixtures import LocalFolders, Talk

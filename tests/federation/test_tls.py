@@ -10,7 +10,7 @@ from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.federation import tls as tls_files
 from sordino.federation.flower import admission
-from sordino.federation.operations.doctor import coordinator_doctor, doctor
+from sordino.operations.doctor import coordinator_doctor, doctor
 
 
 def mode(path):

@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 from sordino.cli import main
+from sordino.evidence.ledger import Ledger
 from sordino.federation.flower.processes import free_ports
-from sordino.federation.operations.status import of_coordinator
 from sordino.federation.terms import against_terms
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.operations.status import of_coordinator
 from sordino.training.verify_run import verify_run
 
 SITES = ("site1", "site2", "site3")

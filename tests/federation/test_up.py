@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import NOTES, Ledger
 from sordino.federation.config import FederationConfig, SiteConfig
-from sordino.federation.operations.demonstration import prepare
 from sordino.federation.site_data import SiteData
-from sordino.privacy.evidence.ledger import NOTES, Ledger
+from sordino.operations.demonstration import prepare
 
 UP = [sys.executable, "-m", "sordino.cli", "federate", "up"]
 

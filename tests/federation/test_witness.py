@@ -12,13 +12,13 @@ from messages import put
 from sordino import wire
 from sordino.cli import main
 from sordino.errors import LedgerError, RolledBackError, SordinoError
+from sordino.evidence import public
+from sordino.evidence.ledger import Charge, Ledger
+from sordino.evidence.signing import of_site
 from sordino.federation import witness
 from sordino.federation.coordinator import Coordinator
-from sordino.federation.operations.doctor import doctor
 from sordino.federation.witness import Mark, Receipts
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.ledger import Charge, Ledger
-from sordino.privacy.evidence.signing import of_site
+from sordino.operations.doctor import doctor
 from sordino.secagg import Identity
 
 NORTH = "north"

@@ -13,10 +13,10 @@ from sordino.core import Adjacency, Kind, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
+from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.methods.calibration import PERSON_CLIP, ROUNDS, calibrated
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.rules.intercepts import CalibrationState
 from sordino.training import run

@@ -18,13 +18,13 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.accounting.inverse_root import InverseRoot
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Address, Secure, Seeded
 from sordino.privacy.participation import Participation

@@ -13,13 +13,13 @@ from sordino.checks.mutants import normalises_by_the_last_layer
 from sordino.core import SAFETY, Clipping, Query, Shard, Unit
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.statement import statement
+from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.methods.clipping import with_clipping
 from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Seeded, source
 from sordino.training.batch import together
 from sordino.training.resolved import resolve

@@ -5,9 +5,9 @@ import math
 import pytest
 
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.ledger import Charge, Ledger
 from sordino.privacy import budget
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.ledger import Charge, Ledger
 
 
 def run_of(number, epsilon, delta):

@@ -11,9 +11,9 @@ from sordino.core import Adjacency, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.evidence.verify import verify
 from sordino.methods import REGISTRY, build
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Sampling
 

@@ -30,11 +30,11 @@ from sordino.core import (
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.evidence.charges import charges
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
-from sordino.privacy.evidence.charges import charges
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan, continues_stream

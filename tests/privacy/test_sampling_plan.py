@@ -15,15 +15,15 @@ from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.certificate import certificate, listed
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Charge, Ledger
+from sordino.evidence.verify import _check_bounds, verify
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
-from sordino.privacy.evidence.certificate import certificate, listed
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Charge, Ledger
-from sordino.privacy.evidence.verify import _check_bounds, verify
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan

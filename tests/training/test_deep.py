@@ -9,7 +9,7 @@ import pytest
 from sordino.cli import main
 from sordino.data.sources import load
 from sordino.errors import SordinoError
-from sordino.privacy.evidence import public
+from sordino.evidence import public
 from sordino.training import run
 from sordino.training.predict import predict
 from sordino.training.spec import Spec

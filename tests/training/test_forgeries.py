@@ -12,12 +12,12 @@ import pytest
 from sordino.cli import main
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import listed
+from sordino.evidence.ledger import Charge, Ledger
+from sordino.evidence.signing import RunKey, sha256, signed
+from sordino.evidence.statement import issue, statement
+from sordino.evidence.verify import NOT_SIGNED
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.certificate import listed
-from sordino.privacy.evidence.ledger import Charge, Ledger
-from sordino.privacy.evidence.signing import RunKey, sha256, signed
-from sordino.privacy.evidence.statement import issue, statement
-from sordino.privacy.evidence.verify import NOT_SIGNED
 from sordino.training import model_card, run
 from sordino.training.folder import RunFolder
 from sordino.training.predict import predict

@@ -11,9 +11,9 @@ from scipy.special import expit
 from sordino.cli import main
 from sordino.core import Privacy, Trust
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence import public
+from sordino.evidence.ledger import Ledger
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.training import metrics, private_evaluation, survival
 from sordino.training.evaluation_plan import Settings, choose_bins, plan_of
 from sordino.training.metrics import Task

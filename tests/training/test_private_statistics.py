@@ -13,12 +13,12 @@ from sordino.cli import main
 from sordino.core import Kind, Privacy, Shard, Trust
 from sordino.data.schema import Number, Schema
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import Ledger
 from sordino.federation.terms import federated
 from sordino.methods import build
 from sordino.methods.tally import after_tally
 from sordino.models.tally import ColumnTally
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.ledger import Ledger
 from sordino.privacy.plan import Plan
 from sordino.training import run
 from sordino.training.batch import run_many

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.evidence.certificate import certificate
+from sordino.evidence.ledger import Ledger
 from sordino.training import artifacts, run
 from sordino.training.artifacts import load_model
 from sordino.training.evaluate import beats_constant_guess, evaluate

@@ -12,10 +12,10 @@ import pytest
 from sordino.cli import main
 from sordino.core import Adjacency, Privacy
 from sordino.errors import LedgerError, OverspentError, SordinoError
+from sordino.evidence.ledger import Charge, Ledger
 from sordino.methods import build
 from sordino.privacy import spending
 from sordino.privacy.accounting import events, gaussian
-from sordino.privacy.evidence.ledger import Charge, Ledger
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training import run, shared_ledger

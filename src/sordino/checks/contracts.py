@@ -18,7 +18,7 @@ from sordino.checks.fixtures import Space, Through, rows_per_unit, same, short_p
 from sordino.core import FLAT_CLIPPING, Broadcast, Divisor, Kind, Method, Shard, Stage, Tree, Trust
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Seeded
 
 TOLERANCE = 1e-9  # between engines, relative to max(1, |theta|)

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sordino.core import Method, Unit
+from sordino.evidence.certificate import EVALUATION, STATISTICS
 from sordino.methods.tally import tally_method
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.tally import ColumnTally, CountTally, ErrorTally, ScoreTally, SurvivalTally, score_edges
-from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
 
 BINS = 8
 

@@ -121,7 +121,7 @@ def _add_up(parts: Any) -> None:
 def _up(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.federation.flower import require
-    from sordino.federation.operations import demonstration
+    from sordino.operations import demonstration
 
     require()
     if arguments.resume:
@@ -426,7 +426,7 @@ def _add_doctor(parts: Any) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.federation.operations.doctor import coordinator_doctor, doctor
+    from sordino.operations.doctor import coordinator_doctor, doctor
 
     place = Path(arguments.site)
     coordinates = (place / "federation.toml").exists()

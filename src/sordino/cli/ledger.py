@@ -13,7 +13,7 @@ from sordino.cli.show import add_json, check_json, command, console, emit, table
 from sordino.errors import SordinoError
 
 if TYPE_CHECKING:
-    from sordino.privacy.evidence.ledger import Ledger
+    from sordino.evidence.ledger import Ledger
 
 WARNING = (
     "records that earlier runs used too are protected by neither limit alone: what both accounts spend on them adds "
@@ -83,7 +83,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 def open_ledger(file: str) -> Any:
     """The ledger at this path, or of this run, to read."""
-    from sordino.privacy.evidence.ledger import Ledger
+    from sordino.evidence.ledger import Ledger
 
     path = _path(file)
     if not path.is_file():
@@ -99,7 +99,7 @@ def _open(arguments: argparse.Namespace) -> Any:
 
 
 def _new_account(arguments: argparse.Namespace) -> int:
-    from sordino.privacy.evidence.ledger import Ledger
+    from sordino.evidence.ledger import Ledger
 
     with _open(arguments):  # a path without a ledger must not become one
         pass
@@ -126,7 +126,7 @@ def _fixed_plan(arguments: argparse.Namespace) -> int:
 
 def _stated(arguments: argparse.Namespace, state: Callable[[Ledger], None]) -> int:
     """Write a statement into the ledger, and show what every account spent by it."""
-    from sordino.privacy.evidence.ledger import Ledger
+    from sordino.evidence.ledger import Ledger
 
     path = _path(arguments.file)
     check_json(arguments)
@@ -156,8 +156,8 @@ def _sentence(kind: str, text: str) -> str:
 
 
 def _compact(arguments: argparse.Namespace) -> int:
+    from sordino.evidence.ledger import Ledger
     from sordino.federation.testing import plan_name
-    from sordino.privacy.evidence.ledger import Ledger
 
     with _open(arguments):  # a path without a ledger must not become one
         pass
@@ -217,7 +217,7 @@ def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    from sordino.privacy.evidence.ledger import NOTES
+    from sordino.evidence.ledger import NOTES
 
     with _open(arguments) as ledger:
         witness = _witness(arguments)

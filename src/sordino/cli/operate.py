@@ -252,7 +252,7 @@ def add_backup(parts: Any) -> None:
 
 
 def _backup(arguments: argparse.Namespace) -> int:
-    from sordino.federation.operations.backups import backup
+    from sordino.operations.backups import backup
 
     names = backup(Path(arguments.folder), Path(arguments.out))
     print(f"{sentences.count(len(names), 'file')} in {arguments.out}; the records and the witness are not among them")
@@ -272,7 +272,7 @@ def add_restore(parts: Any) -> None:
 
 
 def _restore(arguments: argparse.Namespace) -> int:
-    from sordino.federation.operations.backups import restore
+    from sordino.operations.backups import restore
 
     problem = restore(Path(arguments.archive), Path(arguments.folder))
     if problem:
@@ -299,7 +299,7 @@ def add_audit_copy(parts: Any) -> None:
 
 
 def _audit_copy(arguments: argparse.Namespace) -> int:
-    from sordino.federation.operations.audit_copy import audit_copy
+    from sordino.operations.audit_copy import audit_copy
 
     names = audit_copy(Path(arguments.folder), Path(arguments.out))
     print(f"{sentences.count(len(names), 'file')} in {arguments.out}; docs/files.md says of every field why it is safe")
@@ -335,7 +335,7 @@ def add_status_port(parser: Any) -> None:
 def serve_status(folder: Path, port: int | None) -> None:
     """Serve the status of a folder in the background."""
     if port is not None:
-        from sordino.federation.operations.status_page import StatusServer
+        from sordino.operations.status_page import StatusServer
 
         print(f"status: {StatusServer(folder, _checked_port(port)).url}", file=sys.stderr, flush=True)
 
@@ -347,7 +347,7 @@ def _checked_port(port: int) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from sordino.federation.operations import status
+    from sordino.operations import status
 
     check_json(arguments)
     found = status.of_folder(Path(arguments.folder))

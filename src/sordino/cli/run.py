@@ -286,11 +286,11 @@ def remedy(prepared: Any) -> str:
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
-    """The result. `privacy.evidence.public` lists every line that may be printed here."""
+    """The result. `evidence.public` lists every line that may be printed here."""
+    from sordino.evidence.certificate import ranges
+    from sordino.evidence.signing import fingerprint
+    from sordino.evidence.statement import unit_plural
     from sordino.privacy import calibration
-    from sordino.privacy.evidence.certificate import ranges
-    from sordino.privacy.evidence.signing import fingerprint
-    from sordino.privacy.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on

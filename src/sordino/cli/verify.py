@@ -32,7 +32,7 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    from sordino.privacy.evidence.verify import MOST_ABOVE, MOST_BELOW
+    from sordino.evidence.verify import MOST_ABOVE, MOST_BELOW
     from sordino.training.verify_run import LEDGER_STAYS, verify_run
 
     with waiting("recomputing the account"):  # seconds, where much was sampled

@@ -36,9 +36,9 @@ from sordino.engines.oracle import (
 )
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.charges import charges, reserve
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import Charge
+from sordino.evidence.charges import charges, reserve
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import Charge
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.random import COHORT, Address, Source
 from sordino.privacy.plan import Plan

@@ -35,11 +35,11 @@ from sordino.estimators.reading import (
     weight_of,
     with_target,
 )
+from sordino.evidence.certificate import certificate, finite
+from sordino.evidence.statement import statement
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.privacy import spending
-from sordino.privacy.evidence.certificate import certificate, finite
-from sordino.privacy.evidence.statement import statement
 from sordino.training.evaluate import predictions
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.run import PreparedRun, after_count, count, life_table, prepare_resolved

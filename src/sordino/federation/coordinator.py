@@ -28,6 +28,9 @@ from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import combined, decode_sum, masked_size, rows_of_stream, stream_factors, stream_of_rows
 from sordino.engines.schedule import RoundPlan, checkpoint_template, round_plans
 from sordino.errors import SordinoError, StoppedError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.signing import sha256
+from sordino.evidence.statement import issue
 from sordino.federation import counting, limits, readmes, robust
 from sordino.federation.config import FederationConfig
 from sordino.federation.enrolment import Enrolment
@@ -39,9 +42,6 @@ from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.witness import RECEIPTS, Receipts
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.signing import sha256
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training import evaluation_plan, noised_metrics
 from sordino.training.artifacts import save_model

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sordino.errors import Refused
-from sordino.privacy.evidence.signing import Signer, canonical
+from sordino.evidence.signing import Signer, canonical
 
 PURPOSE = b"sordino hello, format 1\0"  # none of the other messages that a site signs starts with these bytes
 SIGNED = ("name", "records", "epsilon", "tests")

@@ -17,9 +17,9 @@ import tomli_w
 
 from sordino import files
 from sordino.errors import SordinoError
+from sordino.evidence.signing import canonical
 from sordino.federation import witness
 from sordino.federation.config import SiteConfig
-from sordino.privacy.evidence.signing import canonical
 from sordino.secagg import Card, Identity, Roster
 
 PURPOSE = b"sordino key rotation, format 1\0"  # none of the other messages that a site signs starts with these bytes

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from sordino import files
 from sordino.errors import Refused, SordinoError
+from sordino.evidence.signing import canonical
 from sordino.federation.terms import Terms
-from sordino.privacy.evidence.signing import canonical
 from sordino.secagg import Identity, Roster
 from sordino.secagg.derive import public
 

@@ -24,6 +24,9 @@ from sordino import files, wire
 from sordino.core import Broadcast, Trust
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
+from sordino.evidence.charges import charges, reserve, whole_run
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import Charge
 from sordino.federation import (
     approvals,
     introductions,
@@ -44,9 +47,6 @@ from sordino.federation.site_run import SiteRun
 from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
-from sordino.privacy.evidence.charges import charges, reserve, whole_run
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import Charge
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")

@@ -18,11 +18,11 @@ from sordino.core import Adjacency, Unit
 from sordino.data.identity import file_sha256, records_digest
 from sordino.data.sources import Dataset, load
 from sordino.errors import Refused, SordinoError
+from sordino.evidence.signing import Signer, of_site
 from sordino.federation import counting, rotations, votes
 from sordino.federation.config import SiteConfig
 from sordino.federation.terms import Terms
 from sordino.federation.witness import SiteLedger, witness_path
-from sordino.privacy.evidence.signing import Signer, of_site
 
 log = logging.getLogger("sordino.site")
 LOG = 2**24  # bytes of the site's own log; an older file of the same size is kept

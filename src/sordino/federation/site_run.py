@@ -23,17 +23,17 @@ from sordino.engines.oracle import combined, encode_integers, rows_of_stream, st
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.ledger import SURVIVORS, Ledger
+from sordino.evidence.signing import sha256
+from sordino.evidence.spent import Charge
+from sordino.evidence.statement import issue
 from sordino.federation import counting, masks, readmes, run_keys, testing
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
 from sordino.models.tally import ColumnTally
 from sordino.privacy import calibration
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import SURVIVORS, Ledger
-from sordino.privacy.evidence.signing import sha256
-from sordino.privacy.evidence.spent import Charge
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.privacy.plan import Plan

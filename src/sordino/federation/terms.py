@@ -19,12 +19,12 @@ from sordino.core import MOST_EPSILON, Adjacency, Trust, Unit
 from sordino.data.schema import Schema, assumption
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
+from sordino.evidence.certificate import STATISTICS, certificate
 from sordino.methods import entry
 from sordino.methods.tally import tally_method
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.models.tally import CellTally
-from sordino.privacy.evidence.certificate import STATISTICS, certificate
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import FULL

@@ -27,12 +27,12 @@ from sordino.engines.oracle import encode_integers
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.signing import sha256
+from sordino.evidence.statement import issue
 from sordino.federation.terms import DRAWN, Terms
 from sordino.models.hazards import Hazards
 from sordino.models.tally import Tally
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.signing import sha256
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Secure, Source
 from sordino.privacy.plan import Plan
 from sordino.training import evaluation_plan

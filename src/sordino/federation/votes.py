@@ -18,7 +18,7 @@ import tomli_w
 
 from sordino import files
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.signing import canonical
+from sordino.evidence.signing import canonical
 from sordino.secagg import Identity, Roster
 
 PURPOSE = b"sordino vote, format 1\0"  # none of the other messages that a site signs starts with these bytes

@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from sordino import files
 from sordino.errors import LedgerError, RolledBackError, SordinoError
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.signing import Signer, canonical
+from sordino.evidence.spent import Charge
 from sordino.federation.config import SiteConfig
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import Signer, canonical
-from sordino.privacy.evidence.spent import Charge
 from sordino.secagg import Identity
 
 PURPOSE = b"sordino receipt, format 1\0"  # none of the other messages that a site signs starts with these bytes

@@ -5,7 +5,7 @@ A `Plan` holds facts and properties that follow from them directly. Functions ov
 - `sordino.privacy.calibration`: how much noise each query gets
 - `sordino.privacy.releases`: what the adversary sees of each client
 - `sordino.privacy.spending`: epsilon and mu, per group of clients and after each round
-- `sordino.privacy.evidence.charges`: rows of the ledger
+- `sordino.evidence.charges`: rows of the ledger
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from sordino import files
 from sordino.errors import SordinoError, nearest
-from sordino.privacy.evidence import signing
+from sordino.evidence import signing
 from sordino.privacy.mechanisms.mask_graph import MOST_SITES
 from sordino.secagg.derive import low_order, public
 

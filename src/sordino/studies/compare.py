@@ -24,10 +24,10 @@ from sordino.data.partition import describe
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, nearest
+from sordino.evidence.certificate import certificate, finite
 from sordino.methods import REGISTRY, entry
 from sordino.models import registry
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.certificate import certificate, finite
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.settings import parse_setting
 from sordino.studies import curves, private_tuning

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sordino.core import Adjacency, Trust, Unit
-from sordino.privacy.evidence.certificate import finite
-from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
+from sordino.evidence.certificate import finite
+from sordino.evidence.statement import ADVERSARY, PROTECTED
 from sordino.studies import figures
 from sordino.studies.estimation_report import markdown
 from sordino.training.metrics import LOWER_IS_BETTER, NAMES, goodness, written

@@ -11,9 +11,9 @@ from typing import Any
 
 from sordino.data.sources import load
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.certificate import certificate, finite, of_runs
-from sordino.privacy.evidence.signing import sha256
-from sordino.privacy.evidence.statement import issue
+from sordino.evidence.certificate import certificate, finite, of_runs
+from sordino.evidence.signing import sha256
+from sordino.evidence.statement import issue
 from sordino.privacy.mechanisms.random import source
 from sordino.settings import parse_setting
 from sordino.studies import private_tuning

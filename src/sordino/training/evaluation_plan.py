@@ -14,13 +14,13 @@ from sordino.data.records import Records
 from sordino.data.schema import assumption
 from sordino.engines import reference
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import EVALUATION
 from sordino.methods.auto import MOST_INTERVALS
 from sordino.methods.tally import tally_method
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.tally import CountTally, ErrorTally, ScoreTally, SurvivalTally, Tally, score_edges
 from sordino.privacy import calibration
-from sordino.privacy.evidence.certificate import EVALUATION
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Source
 from sordino.privacy.plan import Plan

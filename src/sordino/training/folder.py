@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from sordino import files
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.signing import RunKey
+from sordino.evidence.signing import RunKey
 from sordino.settings import read_toml
 
 EVALUATION_FILE = "evaluation.json"  # what a private evaluation found

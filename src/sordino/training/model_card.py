@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.signing import fingerprint
-from sordino.privacy.evidence.statement import ADVERSARY, PROTECTED
+from sordino.evidence.signing import fingerprint
+from sordino.evidence.statement import ADVERSARY, PROTECTED
 
 if TYPE_CHECKING:
     from sordino.data.schema import Schema

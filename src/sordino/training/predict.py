@@ -24,10 +24,10 @@ from sordino.data.schema import Schema
 from sordino.data.sources import encode_file, read_features
 from sordino.data.text import tokenize
 from sordino.errors import SordinoError
+from sordino.evidence.signing import broken, sha256
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
-from sordino.privacy.evidence.signing import broken, sha256
 from sordino.training.artifacts import load_model
 from sordino.training.folder import RunFolder
 from sordino.training.verify_run import read_certificate

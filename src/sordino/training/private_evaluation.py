@@ -27,12 +27,12 @@ from sordino.data.records import Records, check_person_clients
 from sordino.data.sources import labelled
 from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError, check_known
+from sordino.evidence.certificate import certificate, ranges
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.signing import Signer, sha256
+from sordino.evidence.spent import Charge
+from sordino.evidence.statement import issue
 from sordino.privacy import spending
-from sordino.privacy.evidence.certificate import certificate, ranges
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import Signer, sha256
-from sordino.privacy.evidence.spent import Charge
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Source, source
 from sordino.privacy.plan import Plan
 from sordino.training import noised_metrics, shared_ledger

@@ -21,6 +21,7 @@ from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
 from sordino.data.synthetic import BUILT_IN
 from sordino.errors import SordinoError, check_known
+from sordino.evidence.certificate import SECRET_SEED
 from sordino.lazy import torch
 from sordino.methods import build, entry
 from sordino.methods.auto import least_rounds
@@ -38,7 +39,6 @@ from sordino.methods.uncertainty import (
 from sordino.models import images, registry
 from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
-from sordino.privacy.evidence.certificate import SECRET_SEED
 from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import source
 from sordino.privacy.participation import Participation, Sampling

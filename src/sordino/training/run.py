@@ -5,7 +5,7 @@ atomically) before anything about it is shown. A resumed run continues from what
 The plan is charged once, after an empty checkpoint was stored: a charged ledger without its checkpoint is refused,
 because another model would be another release.
 
-What a certified run may publish lies in `public/`, what no run may publish in `private/` (`privacy.evidence.public`
+What a certified run may publish lies in `public/`, what no run may publish in `private/` (`evidence.public`
 lists every public field). README.txt says which of the two a finished run is.
 Every hash of the data is keyed by `private/run.key`.
 """
@@ -36,15 +36,15 @@ from sordino.data.sources import Dataset
 from sordino.engines import reference, simulate
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate, finite, ranges
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.signing import Signer, sha256
+from sordino.evidence.spent import Charge
+from sordino.evidence.statement import issue
 from sordino.methods.uncertainty import GRADIENT, HESSIAN, SPREAD
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration, spending
-from sordino.privacy.evidence.certificate import certificate, finite, ranges
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import Signer, sha256
-from sordino.privacy.evidence.spent import Charge
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.rules.kalman import KalmanState

@@ -32,10 +32,10 @@ import numpy as np
 from sordino import files
 from sordino.core import Adjacency
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import Charge
 from sordino.privacy import spending
 from sordino.privacy.accounting.events import Release
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.plan import Plan
 
 KEY_BYTES = 32

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.privacy.evidence.certificate import EVALUATION, SECRET_SEED, certificate, numbers_of, sizes_of
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.signing import code_sha256, sha256
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import Verdict, malformed, verify
+from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, numbers_of, sizes_of
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.signing import code_sha256, sha256
+from sordino.evidence.statement import statement
+from sordino.evidence.verify import Verdict, malformed, verify
 from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.privacy.plan import Plan

@@ -11,10 +11,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, Metadata, Metr
 
 from sordino.cli import main
 from sordino.errors import SordinoError
+from sordino.evidence.ledger import Ledger
 from sordino.federation.flower.mod import REFUSED, PrivateUpdates
-from sordino.federation.operations.status import of_site
+from sordino.operations.status import of_site
 from sordino.privacy import calibration
-from sordino.privacy.evidence.ledger import Ledger
 
 SHAPES = {"weight": (4, 3), "bias": (3,)}
 CLIP, EPSILON, ROUNDS = 0.5, 8.0, 3

@@ -8,9 +8,9 @@ from scipy.stats import norm
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.evidence import verify
 from sordino.privacy.accounting import allocation, events, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
-from sordino.privacy.evidence import verify
 
 STEP = 0.02
 Z = np.arange(-9.0, 9.0, STEP) + STEP / 2

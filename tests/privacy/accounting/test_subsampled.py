@@ -11,10 +11,10 @@ from dp_accounting import pld, rdp
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.evidence import verify
 from sordino.privacy.accounting import gaussian, subsampled
 from sordino.privacy.accounting.slots import OVERFLOW
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
-from sordino.privacy.evidence import verify
 from tests.support import tiers
 
 ADD, REPLACE = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE

@@ -10,6 +10,10 @@ from sordino.core import Independent, Noise, Privacy, Query, Trust
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate, listed
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
@@ -17,10 +21,6 @@ from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Composed, Gaussian, NoiseEvent, Release, Repeated, register_event
 from sordino.privacy.accounting.events import Sampled as SampledEvent
 from sordino.privacy.accounting.subsampled import Sampler
-from sordino.privacy.evidence.certificate import certificate, listed
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms import laws
 from sordino.privacy.mechanisms.laws import mechanism_of, register
 from sordino.privacy.mechanisms.mechanism import Mechanism

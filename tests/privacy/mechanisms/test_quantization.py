@@ -20,15 +20,15 @@ from sordino.engines.oracle import combined, decode_sum, encode_integers, stream
 from sordino.engines.schedule import round_plans
 from sordino.engines.trace import sent_answers
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.charges import charges
+from sordino.evidence.ledger import Ledger, Spent
+from sordino.evidence.statement import statement
+from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import concentrated
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.ledger import Ledger, Spent
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import verify
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded

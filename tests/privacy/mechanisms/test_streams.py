@@ -12,14 +12,14 @@ from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.schedule import round_plans
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.statement import statement
+from sordino.evidence.verify import NOT_SIGNED, verify
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import NOT_SIGNED, verify
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan, continues_stream

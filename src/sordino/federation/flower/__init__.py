@@ -7,7 +7,7 @@ A transport is one folder like this one, and adding another touches nothing else
 - `coordinate` and `join`, the entry points for several machines (`deploy.py`).
 
 Nothing outside this folder imports it, except the entry points: `cli/federate.py`, and
-`federation/operations/demonstration.py` for `sordino federate up`.
+`operations/demonstration.py` for `sordino federate up`.
 
 No code travels. Flower's app bundle is an empty shell that the server side needs to start a run. A site takes its
 messages with the installed `worker` and never unpacks the bundle.

@@ -29,14 +29,14 @@ from sordino import files
 from sordino.core import Kind, Privacy, Trust, Unit
 from sordino.engines.oracle import clipped, noised, standard_noise
 from sordino.errors import LedgerError, OverspentError, SordinoError
+from sordino.evidence.certificate import certificate
+from sordino.evidence.charges import charges
+from sordino.evidence.spent import Charge
+from sordino.evidence.statement import issue
 from sordino.federation.config import SiteConfig
 from sordino.federation.site_data import SiteData
 from sordino.methods import build
 from sordino.privacy import calibration
-from sordino.privacy.evidence.certificate import certificate
-from sordino.privacy.evidence.charges import charges
-from sordino.privacy.evidence.spent import Charge
-from sordino.privacy.evidence.statement import issue
 from sordino.privacy.mechanisms.random import Address, Secure
 from sordino.privacy.plan import Plan
 from sordino.version import __version__

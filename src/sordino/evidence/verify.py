@@ -20,11 +20,11 @@ import numpy as np
 
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.evidence import signing
+from sordino.evidence.certificate import CERTIFICATE_FORMAT, listed, numbers_of
 from sordino.lazy import optional, scipy
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.samplers import Sampler
-from sordino.privacy.evidence import signing
-from sordino.privacy.evidence.certificate import CERTIFICATE_FORMAT, listed, numbers_of
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling

@@ -15,11 +15,11 @@ import numpy as np
 
 from sordino.core import FLAT_CLIPPING, SAFETY, Adjacency, Divisor, Noise, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.evidence.signing import code_sha256
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.samplers import Sampler
-from sordino.privacy.evidence.signing import code_sha256
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import FULL

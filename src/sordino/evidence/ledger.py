@@ -39,8 +39,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from sordino.core import Adjacency, Unit
 from sordino.errors import LedgerError, OverspentError, SordinoError
-from sordino.privacy.accounting import events
-from sordino.privacy.evidence.spent import (
+from sordino.evidence.spent import (
     MU_TOLERANCE,
     RESERVED,
     REST,
@@ -51,6 +50,7 @@ from sordino.privacy.evidence.spent import (
     SpentByRuns,
     limit_mu,
 )
+from sordino.privacy.accounting import events
 
 SCHEMA = 2
 GENESIS = hashlib.sha256(f"sordino ledger, schema {SCHEMA}".encode()).hexdigest()  # the hash before the first row

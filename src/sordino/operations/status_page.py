@@ -17,7 +17,7 @@ from typing import Any
 
 from sordino.errors import SordinoError
 from sordino.federation import sentences
-from sordino.federation.operations.status import BudgetStatus, CoordinatorStatus, document, of_folder
+from sordino.operations.status import BudgetStatus, CoordinatorStatus, document, of_folder
 
 HOST = "127.0.0.1"
 REFRESH = 5  # seconds

@@ -6,14 +6,14 @@ import pytest
 
 from sordino.cli import main
 from sordino.errors import SordinoError
+from sordino.evidence import public
+from sordino.evidence.spent import FIXED_BEFOREHAND, Charge
 from sordino.federation import sentences
-from sordino.federation.operations import status_page
-from sordino.federation.operations.audit_copy import audit_copy
-from sordino.federation.operations.status import of_site
 from sordino.federation.terms import against_terms
 from sordino.federation.witness import signed_mark
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.spent import FIXED_BEFOREHAND, Charge
+from sordino.operations import status_page
+from sordino.operations.audit_copy import audit_copy
+from sordino.operations.status import of_site
 from sordino.training.verify_run import verify_run
 
 NORTH = "north"

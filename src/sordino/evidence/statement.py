@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sordino.core import Adjacency, Clipping, Trust, Unit
+from sordino.evidence.certificate import EVALUATION, STATISTICS
+from sordino.evidence.signing import Signer, fingerprint, signed
 from sordino.privacy.accounting import normal
 from sordino.privacy.accounting.events import concentrated_guess
-from sordino.privacy.evidence.certificate import EVALUATION, STATISTICS
-from sordino.privacy.evidence.signing import Signer, fingerprint, signed
 
 MOST_GROUPS = 20
 

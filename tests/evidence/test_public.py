@@ -9,8 +9,8 @@ import pytest
 
 from sordino.cli import main
 from sordino.cli.run import slope_note
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.statement import statement
+from sordino.evidence import public
+from sordino.evidence.statement import statement
 from sordino.training.spec import RUN_KEYS
 
 COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
@@ -192,6 +192,6 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
 
 
 def test_the_page_for_people_is_made_from_the_list():
-    page = (Path(__file__).parents[3] / "docs" / "files.md").read_text(encoding="utf-8")
-    assert page == public.page(), "run: python -m sordino.privacy.evidence.public > docs/files.md"
+    page = (Path(__file__).parents[2] / "docs" / "files.md").read_text(encoding="utf-8")
+    assert page == public.page(), "run: python -m sordino.evidence.public > docs/files.md"
     assert all(reason for listed in public.FILES.values() for reason in listed.values())

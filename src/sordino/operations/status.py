@@ -155,9 +155,9 @@ def _follow(status: CoordinatorStatus, sites: dict[str, SiteStatus], line: dict[
 
 def of_site(folder: Path) -> BudgetStatus:
     """Read site.toml, the ledger and the log in a site's folder."""
+    from sordino.evidence.ledger import Ledger
     from sordino.federation import witness
     from sordino.federation.config import SiteConfig
-    from sordino.privacy.evidence.ledger import Ledger
 
     config = SiteConfig.read(folder / "site.toml")
     status = BudgetStatus(config.name, 0.0, config.epsilon, config.delta, config.epsilon)

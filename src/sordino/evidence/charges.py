@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
+from sordino.evidence.ledger import Ledger
+from sordino.evidence.spent import Charge
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.calibration import query_noises
-from sordino.privacy.evidence.ledger import Ledger
-from sordino.privacy.evidence.spent import Charge
 from sordino.privacy.plan import Plan, plan_mechanism
 from sordino.privacy.releases import (
     mu_squared_of_round,

@@ -167,7 +167,7 @@ def sha256(path: Path) -> str:
 @cache
 def code_sha256() -> str:
     """The hash of the installed sources of the package: names and contents of every .py and .c file."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[1]
     return _listing(root, [*root.rglob("*.py"), *root.rglob("*.c")])
 
 

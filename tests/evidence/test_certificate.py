@@ -12,14 +12,14 @@ import pytest
 from sordino.cli import main
 from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
+from sordino.evidence import verify as verify_module
+from sordino.evidence.certificate import certificate, ranges, sizes_of
+from sordino.evidence.signing import RunKey, fingerprint, of_site, signed
+from sordino.evidence.statement import statement
+from sordino.evidence.verify import NOT_SIGNED, verify
 from sordino.methods import build
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence import verify as verify_module
-from sordino.privacy.evidence.certificate import certificate, ranges, sizes_of
-from sordino.privacy.evidence.signing import RunKey, fingerprint, of_site, signed
-from sordino.privacy.evidence.statement import statement
-from sordino.privacy.evidence.verify import NOT_SIGNED, verify
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation
@@ -312,7 +312,7 @@ def test_ranges():
 
 def test_a_statement_tells_the_least_noise_where_it_differs():
     """Of the demo's certificate: two kinds of messages, each with noise of its own."""
-    cert = json.loads((Path(__file__).parents[3] / "results" / "demo_certificate.json").read_text())
+    cert = json.loads((Path(__file__).parents[2] / "results" / "demo_certificate.json").read_text())
     clips = {query["query"]: query["clip"] for query in cert["queries"]}
     own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"]]
     assert max(own) > 1.1 * min(own)

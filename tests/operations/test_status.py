@@ -15,9 +15,9 @@ from sordino import files, wire
 from sordino.cli import main
 from sordino.errors import SordinoError, StoppedError
 from sordino.federation.coordinator import Coordinator, serve
-from sordino.federation.operations.status import of_coordinator, of_folder, of_site
-from sordino.federation.operations.status_page import COORDINATOR_METRICS, SITE_METRICS, StatusServer, metrics, page
 from sordino.federation.progress import COORDINATOR_LOCK
+from sordino.operations.status import of_coordinator, of_folder, of_site
+from sordino.operations.status_page import COORDINATOR_METRICS, SITE_METRICS, StatusServer, metrics, page
 
 NORTH, SOUTH = "north", "south"
 BROWSER = os.environ.get("SORDINO_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -165,7 +165,7 @@ def test_the_page_the_metrics_and_the_json(tiny, server):
 
 
 def test_every_metric_is_on_the_page_of_the_documentation():
-    listed = (Path(__file__).parents[3] / "docs" / "federation.md").read_text(encoding="utf-8")
+    listed = (Path(__file__).parents[2] / "docs" / "federation.md").read_text(encoding="utf-8")
     for table, whose in ((COORDINATOR_METRICS, "coordinator"), (SITE_METRICS, "site")):
         for name, meaning in table.items():
             assert f"| `{name}` | {whose} | {meaning} |" in listed

@@ -1,8 +1,8 @@
 """Every field of every file that a run publishes, and why it is safe. docs/files.md is made from this list:
 
-    python -m sordino.privacy.evidence.public > docs/files.md
+    python -m sordino.evidence.public > docs/files.md
 
-`tests/privacy/evidence/test_public.py` walks the files of real runs: a field that is not listed fails, and so
+`tests/evidence/test_public.py` walks the files of real runs: a field that is not listed fails, and so
 does a listed field that never occurs. Add a field here, with its reason, before you publish it.
 """
 
@@ -482,7 +482,7 @@ simulation; on other files use `iid` or `by-column`. At client level with `by-co
 out for testing.
 
 Every field of every public file, and why it is safe (this page is made from
-`sordino.privacy.evidence.public`, and a test walks real runs for fields that are not listed):
+`sordino.evidence.public`, and a test walks real runs for fields that are not listed):
 """
 
 

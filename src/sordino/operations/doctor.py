@@ -11,6 +11,8 @@ from typing import NamedTuple
 from sordino import files
 from sordino.core import Trust
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
+from sordino.evidence.charges import whole_run
+from sordino.evidence.ledger import ANY_CHOICE, Ledger
 from sordino.federation import tls as link_files
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.derived import stated
@@ -22,8 +24,6 @@ from sordino.federation.terms import Terms
 from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, end_of
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
-from sordino.privacy.evidence.charges import whole_run
-from sordino.privacy.evidence.ledger import ANY_CHOICE, Ledger
 from sordino.privacy.participation import FULL
 from sordino.secagg import Identity, Roster
 

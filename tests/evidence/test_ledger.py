@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from sordino.cli import main
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence import ledger
+from sordino.evidence.ledger import GENESIS, Charge, Ledger
+from sordino.evidence.spent import Spent
 from sordino.privacy.accounting import gaussian
-from sordino.privacy.evidence import ledger
-from sordino.privacy.evidence.ledger import GENESIS, Charge, Ledger
-from sordino.privacy.evidence.spent import Spent
 
 EPSILON, DELTA = 1.0, 1e-5
 TEXTS = ("who", "query", "plan", "time", "key", "payload_sha256", "previous", "hash")
@@ -458,7 +458,7 @@ def test_a_row_without_sense_stops_further_charges(copy):
 TOGETHER = """
 import os, sys
 from sordino.errors import OverspentError
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.evidence.ledger import Charge, Ledger
 
 def work(path, std, worker):
     with Ledger(path, epsilon=1.0, delta=1e-5) as ledger:
@@ -486,7 +486,7 @@ for path in sys.argv[2:]:
 
 KILLED = """
 import hashlib, os, random, signal, sys, time
-from sordino.privacy.evidence.ledger import Charge, Ledger
+from sordino.evidence.ledger import Charge, Ledger
 
 pause = random.Random(5)
 for life in range(6):

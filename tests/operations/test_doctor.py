@@ -9,7 +9,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.federation.config import FederationConfig
-from sordino.federation.operations.doctor import doctor
+from sordino.operations.doctor import doctor
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")

@@ -9,7 +9,7 @@ import pytest
 from sordino import wire
 from sordino.cli import main
 from sordino.errors import RolledBackError, SordinoError
-from sordino.federation.operations.backups import backup, restore
+from sordino.operations.backups import backup, restore
 
 NORTH = "north"
 

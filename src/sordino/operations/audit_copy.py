@@ -1,6 +1,6 @@
 """A copy for an auditor, who only reads: certificates, how far the ledger is, and the log without private figures.
 
-Every field of the copy is on the list of `sordino.privacy.evidence.public`, and only what is listed is copied. So the
+Every field of the copy is on the list of `sordino.evidence.public`, and only what is listed is copied. So the
 copy of a site has no record, no key, no score on test records, and no text that a failure left in the log.
 """
 
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
+from sordino.evidence import public
+from sordino.evidence.ledger import Ledger
 from sordino.federation import witness
 from sordino.federation.config import SiteConfig
-from sordino.federation.operations.status import of_site
 from sordino.federation.progress import parsed, read_lines
 from sordino.federation.site_data import SiteData
 from sordino.federation.witness import RECEIPTS
-from sordino.privacy.evidence import public
-from sordino.privacy.evidence.ledger import Ledger
+from sordino.operations.status import of_site
 
 OF_A_RUN = ("certificate.json", "statement.md", "spec.toml", "terms.json", "model.safetensors", "schema.toml")
 OF_AN_EVALUATION = ("certificate.json", "statement.md", "spec.toml", "evaluation.json")
