@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, facts, terminable
-from sordino.errors import SordinoError
+from sordino.errors import OverspentError, SordinoError
 
 DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
@@ -78,7 +80,8 @@ def add(commands: Any) -> None:
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
         "sordino run spec.toml --json result.json\n"
         "sordino run patients.csv --schema schema.toml --epsilon 1 --ledger patients.db --limit 4\n"
-        "sordino run --resume runs/adam",
+        "sordino run --resume runs/adam\n"
+        "torchrun --nproc-per-node 2 -m sordino run spec.toml --distributed",
     )
     parser.add_argument(
         "spec",
@@ -96,6 +99,11 @@ def add(commands: Any) -> None:
         action="store_true",
         help="add up integers with discrete noise, as a federation with secure aggregation does; slower",
     )
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="share out each round among the processes that torchrun started; with --device cuda each has a GPU",
+    )
     add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="run directory (default: runs/METHOD-TIME)")
     parser.add_argument("--resume", metavar="DIR", help="continue an interrupted run")
@@ -111,12 +119,65 @@ def add(commands: Any) -> None:
 
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
+    from sordino.engines import distributed
+
+    if not arguments.distributed:
+        return _lead(arguments, dataclasses.replace(distributed.ALONE, device=arguments.device))
+    team = distributed.join(arguments.device)
+    try:
+        return _lead(arguments, team) if team.rank == 0 else _follow(arguments, team)
+    finally:
+        distributed.leave()
+
+
+def _lead(arguments: argparse.Namespace, team: Any) -> int:
+    """The run of one process, or of rank 0."""
     from sordino.secagg.keys import read_signer
     from sordino.training import run
     from sordino.training.folder import RunFolder
-    from sordino.training.spec import Spec
 
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
+    if not arguments.resume:
+        check_out(Path(arguments.out or "runs"))
+    prepared = _prepare(arguments, team)
+    if arguments.resume:
+        out = RunFolder.find(Path(arguments.resume)).root
+    else:
+        out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        shared = _join(arguments, prepared)
+        run.start(prepared, out, shared)
+    try:
+        with terminable():
+            prepared = run.release_statistics(prepared, out)
+            history = _train(prepared, out, team)
+    except KeyboardInterrupt as stop:
+        raise type(stop)(f"continue with: sordino run --resume {out}") from None
+    except SordinoError as error:
+        raise error if team.size == 1 else SordinoError(f"{error} Continue with: --resume {out}") from None
+    cert = run.finish(prepared, out, history, signer)
+    # Without --json nothing is scored client by client, which takes time.
+    if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
+        _tell(prepared, cert, history, out)
+    return 0
+
+
+def _follow(arguments: argparse.Namespace, team: Any) -> int:
+    """The part of a rank other than 0, which shows nothing but why it ended early."""
+    from sordino.training import ranks
+
+    warnings.simplefilter("ignore")
+    try:
+        ranks.follow(_prepare(arguments, team), team)
+    except (SordinoError, OverspentError) as error:
+        raise SordinoError(f"rank {team.rank}: {error}") from None
+    return 0
+
+
+def _prepare(arguments: argparse.Namespace, team: Any) -> Any:
+    """The run that the command line describes, the same on every rank."""
+    from sordino.training import ranks, run
+    from sordino.training.spec import Spec
+
     values = read_keys(arguments)
     if arguments.resume:
         if values:
@@ -125,25 +186,12 @@ def act(arguments: argparse.Namespace) -> int:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out out.")
         if arguments.ledger or arguments.limit:
             raise SordinoError("--ledger: a resumed run keeps its ledger; leave --ledger and --limit out.")
-        out = RunFolder.find(Path(arguments.resume)).root
-        prepared = run.prepare(run.reopen(Path(arguments.resume)), device=arguments.device)
-    else:
-        check_out(Path(arguments.out or "runs"))
-        prepared = run.prepare(Spec.of(values), device=arguments.device)
-        out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        shared = _join(arguments, prepared)
-        run.start(prepared, out, shared)
-    try:
-        with terminable():
-            prepared = run.release_statistics(prepared, out)
-            history = _train(prepared, out)
-    except KeyboardInterrupt as stop:
-        raise type(stop)(f"continue with: sordino run --resume {out}") from None
-    cert = run.finish(prepared, out, history, signer)
-    # Without --json nothing is scored client by client, which takes time.
-    if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
-        _tell(prepared, cert, history, out)
-    return 0
+    spec = run.reopen(Path(arguments.resume)) if arguments.resume else Spec.of(values)
+    if team.size == 1:
+        return run.prepare(spec, device=team.device)
+    prepared = run.prepare(ranks.joint_spec(spec, team), device=team.device)
+    ranks.check(prepared, team)
+    return prepared
 
 
 def _join(arguments: argparse.Namespace, prepared: Any) -> Any:
@@ -187,14 +235,14 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     return values | typed
 
 
-def _train(prepared: Any, out: Path) -> list[dict[str, Any]]:
+def _train(prepared: Any, out: Path, team: Any) -> list[dict[str, Any]]:
     """Train, with a bar on stderr."""
     from sordino.training import run
 
     history, shown = [], ""
     # Time tells of private records.
     with bar(prepared.resolved.method_name, prepared.plan.rounds, timed=prepared.resolved.source.open) as progress:
-        for line in run.rounds(prepared, out):
+        for line in run.rounds(prepared, out, team):
             history.append(line)
             spent = "no noise" if line["epsilon"] is None else f"ε {line['epsilon']:.3g}"
             shown = f"{_score(line)}  {spent}" if line.keys() - {"round", "epsilon"} else shown

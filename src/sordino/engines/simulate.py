@@ -9,6 +9,8 @@ Two paths, chosen once per stage by tracing the local rule:
 
 A plan with integers (`Plan.integers`) takes neither path: its sums are those of the reference, bit for bit.
 
+Several processes compute one run together if `team` names them: see `distributed`.
+
 Where only sums are seen, noise is added once, to the sum. Elsewhere every client's message has its own; the sum of
 independent Gaussians is one Gaussian, so where nobody reads the messages their summed noise is drawn once.
 `shares=True` draws every client's own instead: slower, equal to the reference draw for draw.
@@ -53,6 +55,7 @@ from sordino.core import (
 )
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
+from sordino.engines.distributed import ALONE, SplitRows, Team, some_clients
 from sordino.engines.oracle import IntegerStream, Oracle, along, gradient_sum, noised, standard_noise
 from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
@@ -89,6 +92,7 @@ def run(
     shares: bool = False,
     start: int = 0,
     checkpoint: Tree = (),
+    team: Team = ALONE,
 ) -> Iterator[Round]:
     """Train round by round.
 
@@ -105,6 +109,8 @@ def run(
         shares: Draw every client's own noise, as the reference does, also where only the sum of the noise is needed.
         start: First round to run; to resume, the number of the next round.
         checkpoint: The last round's checkpoint, to resume from.
+        team: The processes that compute the run together (`distributed.join`). Each of them calls this function with
+            the same arguments, and gets the same rounds.
 
     Yields:
         One `Round` per round from `start` on.
@@ -123,7 +129,9 @@ def run(
     if checkpoint:
         stored = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
         theta, state, memory = rebuild(stored, checkpoint_template(plan, model, theta, start))
-    sources = [each.fresh() for each in (source if isinstance(source, Sequence) else [source])]
+    given = source if isinstance(source, Sequence) else [source]
+    team.check_serves(plan, model, max(len(given), theta.shape[0] if theta.dim() > 1 else 1))
+    sources = [team.joint(each) for each in given]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")
     if plan.integers is not None and 0 < start < plan.rounds and continues_stream(plan, start):
@@ -134,7 +142,7 @@ def run(
     if 0 < start < plan.rounds:
         for each in sources:
             check_stream(plan, start, each)
-    batched_clients = BatchedClients(plan, model, records, sources, theta.dim() - 1)
+    batched_clients = BatchedClients(plan, model, records, sources, theta.dim() - 1, team)
     for round_plan in round_plans(plan, model, start) if len(plans) == 1 else round_plans_of_runs(plans, model, start):
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
@@ -157,6 +165,7 @@ def run(
                 aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
             step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
             theta = theta + step
+            team.check_same(theta, round_plan.t)
         yield Round(
             round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)
         )
@@ -165,8 +174,18 @@ def run(
 class BatchedClients:
     """All clients at once. The client axis comes after the run axis, if there is one."""
 
-    def __init__(self, plan: Plan, model: Model, records: Records | Lazy, sources: list[Source], lead: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: Model,
+        records: Records | Lazy,
+        sources: list[Source],
+        lead: int,
+        team: Team = ALONE,
+    ) -> None:
         self.plan, self.model, self.records, self.sources, self.lead = plan, model, records, sources, lead
+        self.team = team
+        self.split: Any = model if team.size == 1 else SplitRows(model, team)  # sums whose rows the ranks share out
         self.secret = any(source.private for source in sources)
         self.data_axes = records.x.dim() - 2  # leading axes of the records: 1 if every run has its own data
         self.everyone = np.arange(plan.clients)
@@ -196,9 +215,13 @@ class BatchedClients:
         """Every client's cache, stacked in order of clients."""
         if round_plan.stage.local.prepare is nothing:
             return ()
-        parts: list[Tree] = [
-            round_plan.stage.local.prepare(self._oracle(round_plan, c, s, preparing=True)) for c, s in self._whole
-        ]
+
+        def cache(clients: np.ndarray, shard: Any) -> Tree:
+            built: Tree = round_plan.stage.local.prepare(self._oracle(round_plan, clients, shard, preparing=True))
+            return built
+
+        team = self.team if self.plan.clients >= self.team.size else ALONE
+        parts = [part for _, part in team.spread(self._whole, cache, at_once=False)]
         order = torch.from_numpy(np.argsort(np.concatenate([clients for clients, _ in self._whole])))
         order, axis = order.to(self.records.x.device), self.data_axes
         return tree_map(lambda *leaf: torch.cat(leaf, axis).index_select(axis, order), *parts)
@@ -237,7 +260,7 @@ class BatchedClients:
         wide = theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False)
         if full and wide and query.clipping == FLAT_CLIPPING:
             return self._captured(round_plan, theta, shard, shares)
-        total = heaviest * gradient_sum(self.model, query, theta, shard)
+        total = heaviest * gradient_sum(self.split, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
 
     def _captured(self, round_plan: RoundPlan, theta: Tensor, shard: Any, shares: bool) -> Tensor:
@@ -276,17 +299,23 @@ class BatchedClients:
         noise_on_sum = round_plan.noise_on_sum or (delta and local.update_memory is keep and not shares)
         empty = not len(round_plan.cohort)  # an empty secret cohort releases noise alone, so that nobody can tell
         buckets = self._buckets(round_plan) if not empty else self.records.buckets(self.everyone[:1])
-        parts, numbers = [], list[int]()
-        for clients, shard in buckets:
-            chosen = torch.from_numpy(clients).to(self.records.x.device)
-            ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum)
-            mine = tree_map(lambda leaf, rows=chosen: leaf.index_select(lead, rows), memory)
-            cache = tree_map(lambda leaf, rows=chosen: leaf.index_select(self.data_axes, rows), caches)
+        # The ranks share out the clients, or the rows of each sum if there are fewer clients than ranks.
+        few = len(round_plan.cohort) < self.team.size
+        team = ALONE if few else self.team
+        at_once = not any(query.kind in MATRICES for query in round_plan.stage.queries)
+        parts, numbers, before = [], list[int](), memory
+
+        def compute(clients: np.ndarray, shard: Any) -> Tree:
+            ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum, split=few)
+            mine, cache = self._of(clients, before, lead), self._of(clients, caches, self.data_axes)
             message = local.compute(ask, broadcast, mine, cache)
-            numbers = ask.released(message) if noise_on_sum else numbers
-            message = ask.finish(message)
+            numbers[:] = ask.released(message) if noise_on_sum else []
+            return ask.finish(message)
+
+        for clients, message in team.spread(buckets, compute, at_once=at_once):
             if not noise_on_sum:
-                after = local.update_memory(message, broadcast, mine)
+                after = local.update_memory(message, broadcast, self._of(clients, before, lead))
+                chosen = torch.from_numpy(clients).to(self.records.x.device)
                 memory = tree_map(lambda old, new, rows=chosen: old.index_copy(lead, rows, new), memory, after)
             weight = self._laid(0 * self.influence[clients] if empty else self.influence[clients])
             parts.append(tree_map(lambda leaf, w=weight: _weighted(leaf, w, lead), message))
@@ -297,6 +326,13 @@ class BatchedClients:
                 lambda leaf: self._noised(leaf, round_plan, next(number), self.influence, False), aggregate
             )
         return tree_map(lambda leaf: leaf.to(self.records.x), aggregate), memory
+
+    def _of(self, clients: np.ndarray, tree: Tree, axis: int) -> Tree:
+        """The part of these clients, which stand at `axis`."""
+        if isinstance(tree, tuple) and not tree:
+            return tree
+        chosen = torch.from_numpy(clients).to(self.records.x.device)
+        return tree_map(lambda leaf: leaf.index_select(axis, chosen), tree)
 
     def _buckets(self, round_plan: RoundPlan) -> list[tuple[np.ndarray, Any]]:
         """The cohort in batches of clients; what they hold only where it is not drawn anew for every question."""
@@ -316,10 +352,8 @@ class BatchedClients:
             yield clients, shard
             return
         for first in range(0, len(clients), most):
-            few = slice(first, first + most)  # the mask may lack the runs' axis, so axes count from the end
-            x, y, mask = shard.x[..., few, :, :], shard.y[..., few, :], shard.mask[..., few, :]
-            length = None if shard.length is None else shard.length[..., few, :]
-            yield clients[few], shard._replace(x=x, y=y, mask=mask, length=length)
+            few = slice(first, first + most)
+            yield clients[few], some_clients(shard, few)
 
     def _batches(self, clients: np.ndarray) -> list[np.ndarray]:
         """All clients in one batch; at client level one by one, because a client's size is private there."""
@@ -438,14 +472,21 @@ class BatchedClients:
         return (stack(draws) if self.lead else draws[0]).to(self.records.x.device)
 
     def _oracle(
-        self, round_plan: RoundPlan, clients: np.ndarray, shard: Any, *, preparing: bool = False, add_noise: bool = True
+        self,
+        round_plan: RoundPlan,
+        clients: np.ndarray,
+        shard: Any,
+        *,
+        preparing: bool = False,
+        add_noise: bool = True,
+        split: bool = False,
     ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
             return self._draw(round_plan, number, call, clients, shape)
 
         like, drawn = self.records.x, self._samples(clients)
         return Oracle(
-            self.model,
+            self.split if split else self.model,
             lambda: shard,
             round_plan.stage,
             sizes=self._laid(round_plan.sizes[clients].astype(float)).to(like),

@@ -34,6 +34,7 @@ from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines import reference, simulate
+from sordino.engines.distributed import ALONE, Team
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError
 from sordino.evidence.certificate import certificate, finite, ranges
@@ -273,9 +274,9 @@ def after_count(run: PreparedRun) -> Checkpoint:
     return Checkpoint(theta, theta.new_zeros(run.resolved.statistics.dimension), ())
 
 
-def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]]:
+def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Iterator[dict[str, Any]]:
     """Train, and yield the metrics of each round. With `out`, continue from the state of that directory, which holds
-    the ledger."""
+    the ledger. With a team this is rank 0; the others call `ranks.follow`."""
     if run.dataset.schema is not None and run.dataset.schema.unknown:
         raise SordinoError("private_statistics: the ranges are not found yet; use sordino run, or release_statistics.")
     with ExitStack() as stack:
@@ -291,11 +292,18 @@ def rounds(run: PreparedRun, out: Path | None = None) -> Iterator[dict[str, Any]
             lines = "".join(json.dumps(line) + "\n" for line in progress.history)
             (folder.public / "metrics.jsonl").write_text(lines)
             seconds = artifacts.total_seconds(folder)
+        team.tell(progress.done, progress.checkpoint)
         yield from progress.history
         x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
         began = time.perf_counter() - seconds
         for this_round in simulate.run(
-            run.plan, run.model, run.records, run.source, start=progress.done, checkpoint=progress.checkpoint
+            run.plan,
+            run.model,
+            run.records,
+            run.source,
+            start=progress.done,
+            checkpoint=progress.checkpoint,
+            team=team,
         ):
             done = this_round.t + 1
             evaluated = done % run.resolved.evaluate_every == 0 or done == run.plan.rounds

@@ -1,0 +1,78 @@
+"""A run of `sordino run --distributed`: what the ranks agree on before it, and what ranks other than 0 do.
+
+Rank 0 does all that one process does: it pays, writes files, evaluates and prints. The others compute their part of
+each round, and are silent. See `engines.distributed`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+
+from sordino.engines import simulate
+from sordino.engines.distributed import Team
+from sordino.errors import SordinoError
+from sordino.evidence.signing import code_sha256
+from sordino.lazy import torch
+from sordino.training.run import PreparedRun
+from sordino.training.spec import Spec
+
+
+def joint_spec(spec: Spec, team: Team) -> Spec:
+    """The spec with the schedule of rank 0: where it names no seed, every process would draw its own participants.
+
+    Args:
+        spec: What the user wrote.
+        team: The ranks.
+
+    Returns:
+        The spec that all ranks resolve.
+
+    Raises:
+        SordinoError: The spec asks for something that is not shared out, or the ranks have different code.
+    """
+    team.check_agreement({"sources of the package": f"{code_sha256()} {torch.__version__}".encode()})
+    if spec.private_statistics is not None:
+        raise SordinoError("private_statistics: ranges are found in one process; leave --distributed out.")
+    if spec.person_choice == "random" and spec.seed is None:
+        raise SordinoError(
+            "person_choice: every rank would draw other records of a person; use person_choice = first, or leave "
+            "--distributed out."
+        )
+    if team.machines > 1:
+        raise SordinoError(
+            f"distributed: the ranks are on {team.machines} machines, and the certificate of a simulation speaks of "
+            "one; start all ranks on one machine, or use simulate.run(team=join()) in Python."
+        )
+    drawn = int.from_bytes(team.from_first(secrets.token_bytes(16)), "little") >> 2  # 126 bits, as `resolve` draws
+    known = spec.seed is not None or spec.schedule_seed is not None
+    return spec if known else dataclasses.replace(spec, schedule_seed=drawn)
+
+
+def check(run: PreparedRun, team: Team) -> None:
+    """Refuse ranks with different settings or records.
+
+    Args:
+        run: This rank's run.
+        team: The ranks.
+
+    Raises:
+        SordinoError: Names the rank, and what differs.
+    """
+    settings = run.resolved.portable.toml().encode()
+    team.check_agreement({"settings": settings, "records": run.identity(b"ranks").encode()})
+
+
+def follow(run: PreparedRun, team: Team) -> None:
+    """Compute this rank's part of every round. Nothing is written, and nothing is shown.
+
+    Args:
+        run: The run, as rank 0 has it.
+        team: The ranks; this one is not rank 0.
+
+    Raises:
+        SordinoError: Another rank ended, or computes something else.
+    """
+    start, checkpoint = team.told()
+    for _ in simulate.run(run.plan, run.model, run.records, run.source, start=start, checkpoint=checkpoint, team=team):
+        pass
