@@ -30,6 +30,7 @@ HEAD = re.compile(rf"^({'|'.join(HEADS)}):\s*(.*)$")
 ITEM = re.compile(r"^(\*{0,2}[\w, .*]+?)(?: \(([^)]*)\))?:\s+(.*)$")
 MORE = {  # public names outside `sordino` itself, by the reader that they are for
     "Networks": ("sordino.models.torch_model:TorchModel", "sordino.models.torch_model:group_norm"),
+    "Several processes": ("sordino.engines.distributed:join", "sordino.engines.distributed:Team"),
     "Sampling and spending": (
         "sordino.privacy.participation:Sampling",
         "sordino.privacy.spending:epsilon",

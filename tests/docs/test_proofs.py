@@ -141,6 +141,27 @@ def test_rounding_stays_within_the_margin_of_the_clip():
         arithmetic.product_rows(25 * 10**6, 1024)
 
 
+@pytest.mark.parametrize("parts", [2, 3, 64])
+def test_parts_of_a_sum_drift_no_further_than_one_sum(parts):
+    """Lemma 2 over several processes: all parts and their additions stay within the drift of one sum. Without a share
+    for each part they would not."""
+    v = iv.mpf(U64)
+
+    def drift(n, rows):
+        own = n // parts
+        depth = iv.mpf(min(rows, own)) + iv.mpf(math.ceil(own / rows)) + 2
+        return parts * 2 * own * depth * v / (1 - depth * v) + 2 * (parts - 1) * n * v
+
+    n = 20 * 10**6
+    with arithmetic.sum_of_parts(parts, n):
+        shared = [arithmetic.product_rows(n // parts, requested) for requested in (1, 1024, n)]
+    apart = arithmetic.product_rows(n // parts, n)
+    assert all(drift(n, rows).b <= 5.1e-5 for rows in shared)
+    assert drift(n, apart).a > 5.1e-5
+    with pytest.raises(SordinoError, match="in 3 parts"), arithmetic.sum_of_parts(3, 2**33 + 1):
+        pass
+
+
 def test_squares_of_a_tile_are_bounded_from_above():
     """What `outer.squares` adds exceeds what float32 loses in a row of a tile; a quarter of it does not."""
     u, k = iv.mpf(U32), outer.TILE

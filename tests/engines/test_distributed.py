@@ -345,7 +345,7 @@ def test_each_record_is_in_the_sum_of_one_rank(model, per_person):
 def test_sums_whose_rounding_could_exceed_the_clip_are_refused():
     rows = torch.zeros(1, 1).expand(2**35, 1)
     shard = Shard(rows, rows[:, 0], rows[:, 0])
-    with pytest.raises(SordinoError, match="34,359,738,368 records on 2 ranks"):
+    with pytest.raises(SordinoError, match="34,359,738,368 in 2 parts"):
         SplitRows(Linear(1, 2), Part(0, 2)).clipped_sum(torch.zeros(4), shard, 1.0)
 
 

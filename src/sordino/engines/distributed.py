@@ -12,9 +12,8 @@ All ranks draw from one stream by address, so the noise of a release is the same
 what was gathered; no sum over ranks contains noise twice. The account does not change: cohorts and minibatches are
 those of the plan.
 
-Why the sensitivity stays: a record's term is in the sum of exactly one rank. Sums of other ranks do not change with the
-record, and the additions over ranks round by at most 2 (ranks - 1) n 2^-53 clips for n records, which `SplitRows` keeps
-below `RANK_DRIFT` = 2^-18. `models.arithmetic` uses at most 5.2e-5 of SAFETY = 6.1e-5, so that the clip still holds.
+Why the sensitivity stays: a record's term is in the sum of exactly one rank, and the sums of all ranks together, with
+their additions, drift no further by rounding than one sum may (`arithmetic.sum_of_parts`).
 
 The ranks are one trusted party. Gradients without noise and the key of the noise travel between them, and `gloo` and
 `nccl` do not encrypt: the network between machines must be as trusted as their memory.
@@ -48,12 +47,12 @@ from torch import Tensor
 from sordino.core import Shard, Tree
 from sordino.data.records import check_device
 from sordino.errors import SordinoError
+from sordino.models.arithmetic import sum_of_parts
 from sordino.privacy.mechanisms.random import Secure, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, pack, tree_map, unpack
 
 TIMEOUT = 600.0  # seconds that a rank waits for the others
-RANK_DRIFT = 2.0**-18  # the share of the clip by which the additions over ranks may move a sum
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun sets them
 COMMAND = "torchrun --nproc-per-node 2 -m sordino run SPEC.toml --distributed"
 
@@ -304,8 +303,8 @@ def some_clients(shard: Shard, few: slice) -> Shard:
 class SplitRows:
     """A model whose clipped sums are shared out by rows: every rank clips and sums its own. All else is the model's.
 
-    One record moves a sum by at most `clip`: its term is in the sum of one rank, and the additions over ranks are kept
-    below `RANK_DRIFT`.
+    One record moves a sum by at most `clip`: its term is in the sum of one rank, and rounding over all ranks is bounded
+    as that of one sum (`arithmetic.sum_of_parts`).
 
     Args:
         model: The model.
@@ -335,20 +334,16 @@ class SplitRows:
         """
         ranks, each = self._team.size, shard.per_person
         persons = shard.x.shape[-2] // each
-        if 2 * (ranks - 1) * persons * 2.0**-53 > RANK_DRIFT:
-            raise SordinoError(
-                f"distributed: {persons:,} records on {ranks} ranks: rounding could move their sum by more than the "
-                "clip allows; use fewer ranks."
-            )
         first, last = (persons * k // ranks for k in (self._team.rank, self._team.rank + 1))
         mine = last > first or not persons
         rows = slice(each * first, each * last) if mine else slice(0, each)  # a rank without rows masks one
         length = None if shard.length is None else shard.length[..., rows]
         mask = shard.mask[..., rows] if mine else torch.zeros_like(shard.mask[..., rows])
         part = Shard(shard.x[..., rows, :], shard.y[..., rows], mask, length, each)
-        total: Tensor = self._model.clipped_sum(theta, part, clip, *scale, **how)
-        own, *others = self._team.exchange(total.double())
-        return sum(others, own)
+        with sum_of_parts(ranks, persons):
+            total: Tensor = self._model.clipped_sum(theta, part, clip, *scale, **how)
+        start, *others = self._team.exchange(total.double())
+        return sum(others, start)
 
 
 def join(device: str = "cpu", timeout: float = TIMEOUT) -> Team:

@@ -22,8 +22,9 @@ import functools
 import math
 import os
 import threading
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ FLOAT32_TERMS = 16  # terms that are added in float32
 FLOAT64_TERMS = 1024  # float64 numbers that are added one after another before their sum is added to the total
 PRODUCT_DRIFT = 5e-5  # the share of the clip by which sums made of float64 products alone may move; SAFETY is 6.1e-5
 DRIFT = 2.0**-16  # the share of the clip by which the float64 additions may move a sum
+PARTS_DRIFT = 2.0**-18  # what of either is left for adding up the parts of a sum that several processes computed
 
 # Environment variables that lower the precision of products regardless of the program, and their harmless values.
 PRECISION_VARIABLES = {
@@ -215,6 +217,41 @@ def blank(rows: Tensor, usable: Tensor) -> Tensor:
     return rows
 
 
+_parts: ContextVar[int] = ContextVar("parts", default=1)
+
+
+@contextmanager
+def sum_of_parts(parts: int, n: int) -> Iterator[None]:
+    """Meanwhile every sum is one of some parts, which are added up in float64: together they drift no further than one.
+
+    The additions of the parts move a sum of n terms by at most 2 * (parts - 1) * n * 2^-53 <= PARTS_DRIFT clips. Each
+    part may drift by an equal share of what this leaves, so that the bound does not depend on how other parts round.
+
+    Args:
+      parts: the number of parts.
+      n: the number of terms of all parts together.
+
+    Raises:
+      SordinoError: the terms are too many.
+    """
+    if 2 * (parts - 1) * n * 2.0**-53 > PARTS_DRIFT:
+        raise SordinoError(
+            f"records: {n:,} in {parts} parts: rounding could move their sum by more than the clip allows; use fewer "
+            "parts."
+        )
+    before = _parts.set(parts)
+    try:
+        yield
+    finally:
+        _parts.reset(before)
+
+
+def _allowed(drift: float) -> float:
+    """How far this sum may drift."""
+    parts = _parts.get()
+    return drift if parts == 1 else (drift - PARTS_DRIFT) / parts
+
+
 def product_rows(n: int, requested: int) -> int:
     """How many of n rows one float64 product adds up, close to the requested number; products are added in order.
 
@@ -224,7 +261,7 @@ def product_rows(n: int, requested: int) -> int:
     Raises:
       SordinoError: n is too large for any number of rows (above 23 million).
     """
-    depth = PRODUCT_DRIFT * 2.0**52 / n
+    depth = _allowed(PRODUCT_DRIFT) * 2.0**52 / n
     least, most = math.ceil(2 * n / depth), int(depth / 2)
     if least > most:
         raise SordinoError(
@@ -249,7 +286,7 @@ def in_chunks(
     """
     rows = min(n, step)
     depth = min(rows, FLOAT64_TERMS) + rows / FLOAT64_TERMS + FLOAT64_TERMS + n / (FLOAT64_TERMS * step)
-    if 2 * depth * n * 2.0**-53 > DRIFT:
+    if 2 * depth * n * 2.0**-53 > _allowed(DRIFT):
         raise SordinoError(
             f"records: {n:,} in chunks of {step}: rounding could move their sum by more than the clip allows. Divide "
             "them among several clients, or use larger chunks."

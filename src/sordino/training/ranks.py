@@ -42,7 +42,7 @@ def joint_spec(spec: Spec, team: Team) -> Spec:
     if team.machines > 1:
         raise SordinoError(
             f"distributed: the ranks are on {team.machines} machines, and the certificate of a simulation speaks of "
-            "one; start all ranks on one machine, or use simulate.run(team=join()) in Python."
+            "one; start all ranks on one machine, or call simulate.run(team=join()) in Python."
         )
     drawn = int.from_bytes(team.from_first(secrets.token_bytes(16)), "little") >> 2  # 126 bits, as `resolve` draws
     known = spec.seed is not None or spec.schedule_seed is not None
