@@ -41,7 +41,7 @@ bench: $(READY)
 # Where torch has no wheel for that Python (or none without CUDA), TORCH=no runs the part that works without torch.
 TORCH ?= yes
 OTHER = build/$(notdir $(PYTHON))
-CORE_TESTS := tests/test_core.py tests/test_imports.py tests/test_package.py tests/test_tree.py tests/test_wire.py tests/privacy \
+CORE_TESTS := tests/test_core.py tests/test_imports.py tests/test_package.py tests/test_tree.py tests/test_wire.py tests/privacy tests/evidence \
 	tests/rules tests/methods tests/engines/test_oracle.py tests/engines/test_shapes.py tests/data/test_records.py
 TORCHLESS_TESTS := tests/test_files.py tests/methods/test_bounds.py tests/privacy/accounting tests/privacy/test_participation.py \
 	tests/evidence/test_ledger.py tests/privacy/mechanisms/test_discrete_gaussian.py tests/privacy/mechanisms/test_shares.py \

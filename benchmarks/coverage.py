@@ -53,6 +53,7 @@ SETTINGS = (
     Setting(20_000, 2.0, 15),
     Setting(20_000, 8.0, 5, strength=4.0),
     Setting(20_000, 8.0, 5, intercept=-3.0),
+    Setting(20_000, 2.0, 5, intercept=-1.5),
     Setting(20_000, 8.0, 5, persons=2, copies=True),
     Setting(20_000, 8.0, 5, persons=2),
     Setting(20_000, 1.0, 5, 0.25, 0.1, "quantity"),
@@ -60,6 +61,8 @@ SETTINGS = (
     Setting(20_000, 8.0, 5, 0.25, 0.1, "quantity", persons=2, copies=True),
     Setting(20_000, 8.0, 5, 0.8, 0.5, "count"),
     Setting(100_000, 8.0, 5, 0.8, 0.5, "count"),
+    Setting(100_000, 8.0, 5, 1.5, -1.0, "count"),
+    Setting(100_000, 8.0, 5, 0.8, -3.0, "count"),
 )
 SPREAD, MOST_COUNT = 0.2, 16  # standard deviation of a quantity in -1 … 1 around its mean; largest count
 TARGETS = {"quantity": {"range": [-1, 1]}, "count": {"maximum": MOST_COUNT}}
@@ -160,11 +163,13 @@ def page(rows: list[dict[str, Any]]) -> str:
             f"{first}{r['coverage']:.1%} ± {r['coverage_error']:.1%} | {r['with_interval']:.0%} | "
             f"{r['coverage_around_trained']:.1%} | {r['root_mean_square_error']:.4f} | {r['standard_error']:.4f} |"
         )
+    shares = [r["coverage"] for r in rows if "coverage" in r and (r["copies"] or not r["persons"])]
+    least, most = min(shares), max(shares)
     lines += [
         "",
-        "Intervals hold what they state where the curvature is well above the noise. They may be a few points too "
-        "short where some directions are hidden, because coefficients beside them keep a part of the trained "
-        "model's error. "
+        f"Coverage lies between {least:.1%} and {most:.1%} in all rows but those of persons with independent records. "
+        "It is lower where the noise hides some directions, because coefficients beside them keep a part of the "
+        "trained model's error. Counts have no interval where the noise hides the intercept. "
         "Intervals of persons allow for records that are copies, and are too wide if they are not.",
     ]
     return "\n".join([*lines, ""])

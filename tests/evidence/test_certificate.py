@@ -15,7 +15,7 @@ from sordino.errors import SordinoError
 from sordino.evidence import verify as verify_module
 from sordino.evidence.certificate import certificate, ranges, sizes_of
 from sordino.evidence.signing import RunKey, fingerprint, of_site, signed
-from sordino.evidence.statement import statement
+from sordino.evidence.statement import RELEASED, statement
 from sordino.evidence.verify import NOT_SIGNED, verify
 from sordino.methods import build
 from sordino.privacy import calibration, spending
@@ -423,3 +423,7 @@ def test_a_gradient_that_is_called_semidefinite_is_found():
     cert = certificate(plan_for(rounds=5), Secure(), version="1")
     cert["queries"][0]["semidefinite"] = True
     assert any("terms of kind gradient are not semi-definite" in problem for problem in verify(cert).problems)
+
+
+def test_every_kind_of_answer_has_words_that_a_reader_knows():
+    assert {*RELEASED, Kind.COUNT, Kind.DELTA} == set(Kind), "counts and whole messages have sentences of their own"

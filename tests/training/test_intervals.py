@@ -98,6 +98,16 @@ def numbers(n=4000, seed=0, sd=0.2):
     return 0.9 * w, u, u.T @ r / n, u.T @ u / n, float(np.mean(r**2 * (u**2).sum(1)))
 
 
+def test_a_hidden_intercept_that_nobody_calibrated_hides_all():
+    """Features are long and the intercept's is 1, so the noise hides it first; risks or rates may all be wrong then."""
+    H = np.diag([1.0, 1.0, 0.01])
+    released = Released(np.zeros(3), np.array([0.1, -0.1, 0.0]), H, (0.001, 0.01))
+    assert np.isfinite(estimate(released, 1000).standard_error).tolist() == [True, True, False]
+    assert not np.isfinite(estimate(released, 1000, sure=False).standard_error).any()
+    seen = released._replace(hessian=np.diag([1.0, 1.0, 0.5]))
+    assert np.isfinite(estimate(seen, 1000, sure=False).standard_error).all()
+
+
 def test_quantities_have_the_errors_of_least_squares():
     w, u, g, H, trace = numbers()
     found = estimate(Released(w, g, H, (0.0, 0.0)), len(u), dispersion(trace, 0.0, H))
@@ -250,7 +260,9 @@ def test_the_sentence_counts_what_is_known():
     ("values", "classes", "message"),
     [
         ({"method": "dp-fedgd"}, 2, "here method = dp-fedgd"),
-        ({}, 3, "not linear with two classes, quantities or counts"),
+        ({}, 3, "there are 3 classes"),
+        ({"model": "logistic"}, 2, r"model = logistic \(use auto or softmax\)"),
+        ({"radius": 3.0}, 2, "radius = 3, below the norm of records, 10"),
         ({"class_weights": [1, 2]}, 2, "class_weights are set"),
         ({"batch": "poisson:0.5"}, 2, "batch = poisson:0.5"),
         ({"participation": "fixed:2"}, 2, "not every client takes part"),

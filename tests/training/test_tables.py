@@ -269,6 +269,11 @@ def test_labels_are_scaled_by_the_public_range_alone(files):
     assert data.classes == ()
 
 
+def test_a_model_of_counts_does_not_learn_a_quantity(files):
+    with pytest.raises(SordinoError, match="model: poisson does not learn a quantity; use squares, or auto"):
+        run.prepare(Spec.of({"data": "t.csv", "schema": "schema.toml", "model": "poisson"}))
+
+
 def test_a_quantity_without_a_schema_is_refused_by_auto(files):
     (files / "n.csv").write_text("a,y\n" + "".join(f"{i},{i / 7}\n" for i in range(100)))
     with pytest.raises(SordinoError, match="auto learns a quantity within a public range; describe the table"):

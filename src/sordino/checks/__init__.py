@@ -33,7 +33,7 @@ from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.calibration import calibrated
 from sordino.methods.clipping import with_clipping
-from sordino.methods.uncertainty import OF_CLASSES, OF_QUANTITIES, with_uncertainty
+from sordino.methods.uncertainty import OF_CLASSES, OF_QUANTITIES, of_counts, with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
@@ -232,7 +232,7 @@ def check_calibration(
 def check_uncertainty(
     name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
 ) -> list[Report]:
-    """Run all contracts on DP-FedGD with the releases for standard errors: of classes, and of numbers.
+    """Run all contracts on DP-FedGD with the releases for standard errors: of classes, quantities and counts.
 
     Args:
       name: the name that reports show.
@@ -244,9 +244,11 @@ def check_uncertainty(
       One report per unit, kind of labels, noised query and adjacency.
     """
     reports: list[Report] = []
-    for unit, terms in itertools.product(units, (OF_CLASSES, OF_QUANTITIES)):
+    counts = (Linear(3, 1, Loss.POISSON),)
+    kinds = ((OF_CLASSES, CHECKED_MODELS), (OF_QUANTITIES, CHECKED_MODELS), (of_counts(3.0), counts))
+    for unit, (terms, models) in itertools.product(units, kinds):
         method = with_uncertainty(entry("dp-fedgd").at(unit), 0.2, 0.5, terms, 1 if unit is Unit.RECORD else 2)
-        reports += _reports(name, method, CHECKED_MODELS, trials, seed)
+        reports += _reports(name, method, models, trials, seed)
     return reports
 
 
@@ -382,16 +384,16 @@ def _searched(
         if all(max(worst.reached for worst in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
             break
         by_model += [search(method, model, seed=seed + again, further=True) for model in models]
-    mutants = [mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)]
-    mutant_results: dict[int, list[list[Found]]] = {}
-    for k, results in enumerate(zip(*by_model, strict=True)):
-        best = max(range(len(results)), key=lambda m: results[m].reached)
-        if best not in mutant_results:
-            mutant_results[best] = [search(*mutant(method, models[best % len(models)])) for mutant in mutants]
-        kind = results[best].query.split()[-1]
-        found = zip(mutants, mutant_results[best], strict=True)
-        passed = [mutant for mutant, result in found if concerns(mutant, kind) and not result[k].beyond]
-        yield results[best], [_missed("sensitivity", mutant) for mutant in passed]
+    worst = [max(enumerate(results), key=lambda result: result[1].reached) for results in zip(*by_model, strict=True)]
+    missed: list[list[str]] = [[] for _ in worst]
+    for mutant in (mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)):
+        changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query.split()[-1])]
+        for best in {worst[k][0] for k in changed}:
+            here = [k for k in changed if worst[k][0] == best]
+            found = search(*mutant(method, models[best % len(models)]), rejects=here)
+            for k in here:
+                missed[k] += [] if found[k].beyond else [_missed("sensitivity", mutant)]
+    yield from zip((found for _, found in worst), missed, strict=True)
 
 
 def _missed(contract: str, mutant: Callable[..., Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +34,11 @@ EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the las
 Call = tuple[int, int]  # (number of the query, number of the call)
 
 
+def exceeds(moved: float, claimed: float) -> bool:
+    """Whether a release moved further than claimed, rounding apart."""
+    return moved > claimed * (1 + ROUNDING_SLACK)
+
+
 class Found(NamedTuple):
     """The neighbours that moved a release furthest, relative to the claim for a client of their size."""
 
@@ -48,7 +53,7 @@ class Found(NamedTuple):
 
     @property
     def beyond(self) -> bool:
-        return self.worst > self.claimed * (1 + ROUNDING_SLACK)
+        return exceeds(self.worst, self.claimed)
 
     @property
     def problems(self) -> list[str]:
@@ -75,6 +80,7 @@ def sensitivity(
     steps: int = CLIMB_STEPS,
     seed: int = 0,
     further: bool = False,
+    rejects: Collection[int] | None = None,
 ) -> list[Found]:
     """Search for neighbours that move a release, before noise, further than its query claims.
 
@@ -90,6 +96,8 @@ def sensitivity(
       steps: steps of hill climbing after each restart.
       seed: seed of the search.
       further: another search, with other thetas and with neighbours that differ in a label alone.
+      rejects: numbers of noised queries that a mutant breaks. Only these are searched, each until it moves further
+        than claimed. None searches all of them to the end.
 
     Returns:
       The worst case of each noised query.
@@ -100,7 +108,7 @@ def sensitivity(
     for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
         records = search.space.records(search.rng, method.unit)
         known += scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
-    results = []
+    results: list[Found] = []
     for s, stage in enumerate(method.stages):
         pasts = [scene for in_stage, scene in known if in_stage == s]
         for number, query in enumerate(stage.queries):
@@ -110,7 +118,7 @@ def sensitivity(
             worst = Found(
                 f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
             )
-            for trial in range(trials):
+            for trial in range(trials if rejects is None or len(results) in rejects else 0):
                 client = trial % len(CLIENT_SIZES)
                 claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
                 scene = pasts[search.rng.integers(len(pasts))]()
@@ -118,7 +126,8 @@ def sensitivity(
                 if size is not None:
                     theta = size * torch.from_numpy(search.rng.normal(size=model.size))
                     scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
-                moved, where = search.climb(scene, client, number, patience, query.bound is not None)
+                enough = math.inf if rejects is None else claimed
+                moved, where = search.climb(scene, client, number, patience, enough, query.bound is not None)
                 if moved / claimed > worst.reached:
                     worst = Found(worst.query, claimed, moved, where)
                 if worst.beyond:  # conclusive
@@ -195,8 +204,13 @@ class Search(NamedTuple):
     rng: np.random.Generator
     relabels: bool = False  # a step may make the neighbour the same record with another label
 
-    def climb(self, scene: Scene, client: int, number: int, steps: int, lemma: bool = False) -> tuple[float, str]:
-        """Hill climbing from random neighbours: how far a release moves, and a description of where."""
+    def climb(
+        self, scene: Scene, client: int, number: int, steps: int, enough: float, lemma: bool = False
+    ) -> tuple[float, str]:
+        """Hill climbing from random neighbours: how far a release moves, and a description of where.
+
+        It ends at the first step that exceeds `enough`.
+        """
         rows = CLIENT_SIZES[client] * rows_per_unit(self.unit)
         row = int(self.rng.integers(rows))
         x, y = self.space.draw(self.rng, rows)
@@ -236,6 +250,8 @@ class Search(NamedTuple):
 
         best, gap = moved(pair, scene)
         for _ in range(steps):
+            if exceeds(best, enough):
+                break
             near, past_scene = pair, scene
             if gap is not None and leaves(scene.memory[client]) and self.rng.random() < 0.4:
                 past_scene = self.leaning(scene, client, gap)

@@ -44,6 +44,10 @@ SOURCE = {
 RELEASED = {
     "gradient": "contribution to a training step (its gradient)",
     "gram": "contribution to the table of products of features",
+    "curvature": "contribution to the matrix of second derivatives (how sure a coefficient is)",
+    "fisher": "contribution to the table of squared gradients (how far labels lie from predictions)",
+    "slope": "contribution to the calibration of how far risks lie apart",
+    "leaves": "contribution to the leaves of the trees",
     "tally": "entry in the table of counts",
     "calibration": "contribution to the calibration of risks",
 }

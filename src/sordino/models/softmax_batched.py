@@ -31,6 +31,7 @@ MAX_UNROLLED_CLASSES = 32  # classes that a compiled kernel goes through one by 
 DIGITS_MASK = -(2**16)  # the bits of a float32 number that bfloat16 keeps
 PAIRS = ((0, 0), (0, 1), (1, 0), (0, 2), (2, 0), (1, 1))  # digits of the left and of the right factor, from the largest
 MIXED_PRODUCTS = (2, 8)  # the first PyTorch with an `out_dtype` of products
+MATRIX_UNITS = (8, 0)  # the first compute capability with bfloat16
 MIN_PROBABILITY = 1e-20  # smaller probabilities count as 0, because subnormal products are slow
 
 
@@ -57,11 +58,13 @@ def clipped_sums(theta: Tensor, shard: Shard, length: Tensor, bound: float, outp
     Returns:
       The sums in float64.
     """
-    return summing(shard, length, bound, outputs, len(theta))(theta)
+    return summing(shard, length, bound, outputs, len(theta), hold=False)(theta)
 
 
-def summing(shard: Shard, length: Tensor, bound: float, outputs: int, runs: int) -> Callable[[Tensor], Tensor]:
-    """`clipped_sums` as a function of theta. Up to HELD_NUMBERS numbers are laid out once, for all calls."""
+def summing(
+    shard: Shard, length: Tensor, bound: float, outputs: int, runs: int, *, hold: bool = True
+) -> Callable[[Tensor], Tensor]:
+    """`clipped_sums` as a function of theta. `hold`: up to HELD_NUMBERS numbers are laid out once, for all calls."""
     lead, rows, cuda = shard.x.shape[:-2], shard.x.shape[-2], shard.x.is_cuda
     features = shard.x.shape[-1]
     pad = -(features + 1) % 4 if cuda else 0  # kernels for rows of whole vectors are faster
@@ -79,7 +82,7 @@ def summing(shard: Shard, length: Tensor, bound: float, outputs: int, runs: int)
         return Chunk(left, u.double(), shard.y[..., here], length[..., here], mask[..., here])
 
     firsts = range(0, rows, step)
-    held = [chunk(first) for first in firsts] if shard.x.numel() <= HELD_NUMBERS else None
+    held = [chunk(first) for first in firsts] if hold and shard.x.numel() <= HELD_NUMBERS else None
     cut = _compiled(unrolled) if cuda and outputs <= MAX_UNROLLED_CLASSES else cut_residuals
     lay = _compiled(digits_of_factor) if by_digits else factor_of_logits
 
@@ -157,8 +160,11 @@ def unrolled(z: Tensor, y: Tensor, length: Tensor, mask: Tensor, bound: float) -
     return torch.stack([torch.where(usable, each.double() * factor, 0.0) for each in r], -2)
 
 
+@functools.cache
 def _mixed_products() -> bool:
-    return tuple(int(k) for k in torch.__version__.split(".")[:2]) >= MIXED_PRODUCTS
+    """Whether this PyTorch multiplies bfloat16 numbers with float32 sums on this GPU."""
+    new = tuple(int(k) for k in torch.__version__.split(".")[:2]) >= MIXED_PRODUCTS
+    return new and torch.version.hip is None and torch.cuda.get_device_capability() >= MATRIX_UNITS
 
 
 @functools.cache

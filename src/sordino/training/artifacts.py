@@ -112,7 +112,7 @@ def save_model(
     """Write theta, and what `load_model` needs to build the model and to prepare features as training did.
 
     life_table: of a survival model, the noised one that `auto` released.
-    intervals: of a model of two classes, those of its coefficients, where the run paid for them.
+    intervals: of a linear model, those of its coefficients, where the run paid for them.
     """
     from safetensors.torch import save_file
 

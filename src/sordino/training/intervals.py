@@ -88,13 +88,15 @@ def dispersion(spread: float, std: float, hessian: np.ndarray) -> float:
     return max(spread, std * math.sqrt(len(hessian))) / trace if trace > 0 else math.inf
 
 
-def estimate(released: Released, units: int, spread: float = 1.0) -> Estimate:
+def estimate(released: Released, units: int, spread: float = 1.0, *, sure: bool = True) -> Estimate:
     """Coefficients with standard errors.
 
     Args:
         released: The releases of the last round.
         units: Training records, or persons.
         spread: Of the sampling error: `dispersion`, times the most records of a person.
+        sure: Whether the intercept is known well enough where the noise hides it: it was calibrated, or predictions are
+            linear. Otherwise all curvatures may be those of wrong risks or rates, and nothing has an interval.
     """
     start, slope, curvature, (noise, matrix_noise) = released
     size = len(start)
@@ -108,6 +110,7 @@ def estimate(released: Released, units: int, spread: float = 1.0) -> Estimate:
     middle += matrix_noise**2 / 2 * (moved @ moved * np.eye(size) + np.outer(moved, moved))
     variance = np.einsum("ij,jk,ki->i", inverse, middle, inverse)
     hidden = (vectors[:, ~seen] ** 2).sum(1) > MOST_HIDDEN
+    hidden |= hidden[-1] and not sure
     error = np.where(hidden, np.nan, np.sqrt(np.clip(variance, 0, None)))
     return Estimate(np.where(hidden, np.nan, start - moved), error)
 

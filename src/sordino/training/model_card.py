@@ -156,11 +156,9 @@ def _intervals(about: Mapping[str, Any]) -> str:
         f"{row['high']:.3g} |\n"
         for row in known[:MOST_COLUMNS]
     )
-    what = (
-        f"Log odds of `{_cell(about['classes'][-1])}`"
-        if about["classes"]
-        else "Change of the target, or of its logarithm,"
-    )
+    words = {"quantity": "Change of the target", "count": "Change of the logarithm of the expected count"}
+    target = ((about.get("schema") or {}).get("target") or {}).get("task", "")
+    what = f"Log odds of `{_cell(about['classes'][-1])}`" if about["classes"] else words.get(target, "Change")
     return (
         f"## Coefficients\n\n{what} per unit of an encoded feature, with sampling "
         f"error and the noise of the run. {len(table) - len(known)} of {len(table)} coefficients have no interval, "

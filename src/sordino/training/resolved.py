@@ -230,6 +230,8 @@ class ResolvedSpec:
             raise SordinoError(
                 f"model: {self.model.name} does not learn a {task}; use {fitting[0]}, or auto, which stands for it."
             )
+        if task == "quantity" and self.model.name in ("poisson", "hazards"):
+            raise SordinoError(f"model: {self.model.name} does not learn a quantity; use squares, or auto.")
         derived = not classes and not self.model.entry.network and entry(self.method_name).normalize != "none"
         if derived and task == "survival" and self.options.get("intervals") == 0:
             raise SordinoError("intervals: 0, and the target is survival; leave the option out.")
@@ -256,6 +258,8 @@ class ResolvedSpec:
         from sordino.data.schema import PREVALENCE
         from sordino.engines.preconditions import check_kinds
 
+        if self.spec.uncertainty:  # first: what follows would speak of releases that nobody asked for by name
+            self._check_uncertainty(features, classes)
         choice, schema = self.model, self.source.schema
         if schema is not None and PREVALENCE in schema.unknown:  # the weights follow from the first stage
             kept = {key: value for key, value in choice.options.items() if key != "class_weights"}
@@ -282,18 +286,22 @@ class ResolvedSpec:
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
             )
-        if self.spec.uncertainty:
-            self._check_uncertainty(features, classes)
         return model
 
     def _check_uncertainty(self, features: int, classes: int) -> None:
         """Refuse intervals where they are not derived."""
+        from sordino.data.preprocess import RADIUS
+
         scaled = (self.source.normalize.partition(":")[0] in ("record", "table"), "records are not scaled to a norm")
-        linear = ("auto", "squares", "poisson") if self._terms.numeric else ("auto", "softmax")
-        fits = self.model.name in linear and classes == (0 if self._terms.numeric else 2)
+        schema = self.source.schema
+        linear = {"count": "poisson", "quantity": "squares"}.get("" if schema is None else schema.task, "softmax")
+        fits = classes == (0 if self._terms.numeric else 2)
+        radius = float(self.options.get("radius", 0.0))
         rules = (
             (self.method_name == "auto", f"method = {self.method_name}"),
-            (fits, "the model is not linear with two classes, quantities or counts"),
+            (fits, f"there are {classes} classes"),
+            (self.model.name in ("auto", linear), f"model = {self.model.name} (use auto or {linear})"),
+            (radius >= RADIUS, f"radius = {radius:g}, below the norm of records, {RADIUS:g}: gradients would be cut"),
             (not self.model.options.get("class_weights"), "class_weights are set"),
             (self.participation.kind == "full", "not every client takes part in every round"),
             (self.sampling.kind == "full", f"batch = {self.spec.batch}"),

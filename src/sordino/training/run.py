@@ -425,7 +425,8 @@ def coefficient_intervals(run: PreparedRun, checkpoint: Any) -> list[dict[str, A
     numeric, records = bool(trace.size), intervals.most_records(privacy)
     released = released if numeric else released.of_contrast()
     spread = intervals.dispersion(float(trace[0]), stds[SPREAD], released.hessian) if numeric else 1.0
-    found = intervals.estimate(released, sum(run.plan.sizes), records * spread)
+    sure = schema.task == "quantity" if numeric and schema is not None else bool(run.resolved.spec.calibrate)
+    found = intervals.estimate(released, sum(run.plan.sizes), records * spread, sure=sure)
     names = run.dataset.features or tuple(f"x{k}" for k in range(run.dataset.x_train.shape[1]))
     return intervals.table(found if schema is None else found.in_units(schema), names)
 
