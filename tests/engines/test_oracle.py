@@ -14,9 +14,10 @@ from sordino.engines.oracle import clipped, noised
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
+from sordino.models.torch_model import TorchModel
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import GRID_BITS, Draw
-from sordino.privacy.mechanisms.random import Secure, Seeded
+from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 
@@ -238,6 +239,22 @@ def test_chance_inside_a_model_comes_from_the_source_for_every_kind_of_answer():
     )
     assert len(first) == len(second) == 3 * len(records.sizes)  # one for each client and answer
     assert not first & second
+
+
+def test_chance_inside_a_model_comes_from_the_source_where_a_cohort_is_one_matrix():
+    """Two runs from one source are equal, whatever torch's own generator does; another source draws other masks."""
+    records = small(torch.float64)
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 16), torch.nn.Dropout(0.5), torch.nn.Linear(16, 2))
+    model, plan = TorchModel(layers), plan_for(records, build("dp-fedgd"))
+
+    def trained(source):
+        return next(simulate.run(plan, model, records, source)).model
+
+    state = torch.get_rng_state()
+    first = trained(Noiseless(1))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, trained(Noiseless(1)))
+    assert not torch.equal(first, trained(Noiseless(2)))
 
 
 @pytest.mark.parametrize("engine", [reference, simulate])

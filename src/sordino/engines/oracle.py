@@ -81,6 +81,24 @@ def gradient_sum(model: Any, query: Query, theta: Tensor, shard: Shard, *scale: 
     return total
 
 
+@contextmanager
+def seeded_dropout(model: Any, like: Tensor, seed: Callable[[], int] | None) -> Iterator[None]:
+    """Meanwhile dropout is drawn from the run's own source, because a mask that others can predict from a record's
+    position in the batch would reveal who is in the batch.
+
+    Args:
+        model: The model; one without randomness is left alone.
+        like: A tensor on the device of the sums.
+        seed: Draws the seed; None leaves torch's own.
+    """
+    if not getattr(model, "random", False) or seed is None:
+        yield
+        return
+    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+        torch.manual_seed(seed())
+        yield
+
+
 class Oracle:
     """`ask`: the only way from a local rule to its data.
 
@@ -255,7 +273,8 @@ class Oracle:
                 f"Query(…, calls={query.calls + 1}), which costs more noise, or ask less often"
             )
         self._calls[number] += 1
-        with self._seeded_dropout():
+        draw = self._dropout_seed
+        with seeded_dropout(self._model, self._sizes, None if draw is None else lambda: draw(sum(self._calls))):
             answer = total(query.clip).double()
         if answer.dim() > self._axes - 1 + axes:  # all would carry the same noise, which their difference cancels
             raise OverspentError(f"the {kind} query was asked about several models at once; ask about one")
@@ -276,18 +295,6 @@ class Oracle:
         """Repeat an answer that does not depend on theta for each run; a cache is shared by all runs."""
         data_per_run = self._all().x.dim() - 2 > self._sizes.dim()
         return answer if data_per_run or self._preparing else answer.expand(*self.runs, *answer.shape)
-
-    @contextmanager
-    def _seeded_dropout(self) -> Iterator[None]:
-        """Draw dropout from the run's own source, because a mask that others can predict from a record's position in
-        the batch would reveal who is in the batch."""
-        if not getattr(self._model, "random", False) or self._dropout_seed is None:
-            yield
-            return
-        devices = [self._sizes.device] if self._sizes.is_cuda else []
-        with torch.random.fork_rng(devices):
-            torch.manual_seed(self._dropout_seed(sum(self._calls)))
-            yield
 
     def _number(self, kind: Kind) -> int:
         for number, query in enumerate(self._stage.queries):

@@ -56,7 +56,15 @@ from sordino.core import (
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
 from sordino.engines.distributed import ALONE, SplitRows, Team, some_clients
-from sordino.engines.oracle import IntegerStream, Oracle, along, gradient_sum, noised, standard_noise
+from sordino.engines.oracle import (
+    IntegerStream,
+    Oracle,
+    along,
+    gradient_sum,
+    noised,
+    seeded_dropout,
+    standard_noise,
+)
 from sordino.engines.preconditions import MATRICES
 from sordino.engines.schedule import (
     SAMPLING,
@@ -260,7 +268,8 @@ class BatchedClients:
         wide = theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False)
         if full and wide and query.clipping == FLAT_CLIPPING:
             return self._captured(round_plan, theta, shard, shares)
-        total = heaviest * gradient_sum(self.split, query, theta, shard)
+        with seeded_dropout(self.model, theta, lambda: dropout_seed(self.sources[0], COHORT, round_plan.t, 0)):
+            total = heaviest * gradient_sum(self.split, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
 
     def _captured(self, round_plan: RoundPlan, theta: Tensor, shard: Any, shares: bool) -> Tensor:
