@@ -28,6 +28,7 @@ from sordino.privacy.mechanisms.random import Address, source
 from sordino.privacy.plan import Plan
 from sordino.training import ranks, run
 from sordino.training.spec import Spec
+from sordino.training.verify_run import verify_run
 from tests.support import plan_for
 
 ROOT = Path(__file__).parents[2]
@@ -284,8 +285,23 @@ def test_what_is_not_shared_out_is_refused_by_name(two):
     object.__setattr__(plan, "integers", object())
     with pytest.raises(SordinoError, match="integers: they are added up client by client"):
         Team(0, 2).check_serves(plan, Linear(8, 3), 1)
-    with pytest.raises(SordinoError, match="the ranks are on 2 machines"):
-        ranks.joint_spec(Spec.of(SPEC), OneOf(0, 2, machines=2))
+
+
+def test_the_certificate_says_that_ranks_were_on_several_machines(tmp_path):
+    spec = ranks.joint_spec(Spec.of({"rounds": 5, "clients": 3, "test_fraction": 0.5}), OneOf(0, 4, machines=2))
+    prepared = run.prepare(spec)
+    run.start(prepared, tmp_path / "run")
+    cert = run.finish(prepared, tmp_path / "run", list(run.rounds(prepared, tmp_path / "run")))
+    assert cert["certified"]
+    assert cert["execution"] == "simulation on benchmark data, on 2 machines"
+    assert any("nobody else reads the network between them" in each for each in cert["assumes"])
+    text = (tmp_path / "run" / "public" / "statement.md").read_text()
+    assert "all data were on the machines of one party" in text
+    assert verify_run(tmp_path / "run").problems == []
+    reopened = run.reopen(tmp_path / "run")
+    assert reopened.machines == 2
+    with pytest.raises(SordinoError, match="machines: the run began on 2"):
+        ranks.joint_spec(reopened, OneOf(0, 4, machines=4), resumed=True)
 
 
 def test_a_rank_that_ended_leaves_a_sentence(two):

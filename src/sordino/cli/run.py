@@ -189,7 +189,7 @@ def _prepare(arguments: argparse.Namespace, team: Any) -> Any:
     spec = run.reopen(Path(arguments.resume)) if arguments.resume else Spec.of(values)
     if team.size == 1:
         return run.prepare(spec, device=team.device)
-    prepared = run.prepare(ranks.joint_spec(spec, team), device=team.device)
+    prepared = run.prepare(ranks.joint_spec(spec, team, resumed=bool(arguments.resume)), device=team.device)
     ranks.check(prepared, team)
     return prepared
 

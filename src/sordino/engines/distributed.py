@@ -34,6 +34,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -383,7 +384,8 @@ def join(device: str = "cpu", timeout: float = TIMEOUT) -> Team:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=timeout))
     except (RuntimeError, ValueError) as error:
         raise _lost(rank, error) from None
-    return Team(rank, size, -(-size // here), device)
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", -(-size // here)))
+    return Team(rank, size, machines, device)
 
 
 def leave() -> None:
@@ -393,5 +395,6 @@ def leave() -> None:
 
 
 def _lost(rank: int, error: Exception) -> SordinoError:
-    why = (str(error).splitlines() or [type(error).__name__])[0]
+    # gloo begins with a line of its sources in brackets, and ends with advice.
+    why = re.sub(r"^\[[^]]*\] *", "", (str(error).splitlines() or [type(error).__name__])[0]).split(". ")[0]
     return SordinoError(f"distributed: rank {rank} lost another rank, which ended or does not answer ({why}).")

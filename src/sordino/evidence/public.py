@@ -137,6 +137,7 @@ SPEC: Mapping[str, str] = {
                 "integers",
                 "dropouts",
                 "colluders",
+                "machines",
             ),
         ),
         SETTING,

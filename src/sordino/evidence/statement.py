@@ -184,10 +184,11 @@ def _execution(cert: Mapping[str, Any], trust: Trust) -> str:
     if not cert["execution"].startswith("simul"):
         return f"The training ran {cert['execution']}."
     assumed = " Secure aggregation was assumed, not carried out." if trust is Trust.SECURE_AGGREGATION else ""
+    where = "the machines of one party" if "machines" in cert["execution"] else "one machine"
     if not cert["certified"]:
-        return f"This was a {_kind(cert['execution'])}: all data were on one machine."
+        return f"This was a {_kind(cert['execution'])}: all data were on {where}."
     return (
-        f"This was a {_kind(cert['execution'])}: all data were on one machine. The guarantee describes what others "
+        f"This was a {_kind(cert['execution'])}: all data were on {where}. The guarantee describes what others "
         f"would see of a real deployment with the same settings.{assumed}"
     )
 

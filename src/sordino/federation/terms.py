@@ -61,6 +61,7 @@ LOCAL = (
     "integers",
     "dropouts",
     "colluders",
+    "machines",
     "person",
     "person_ids",
     "clients",

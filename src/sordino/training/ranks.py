@@ -18,12 +18,15 @@ from sordino.training.run import PreparedRun
 from sordino.training.spec import Spec
 
 
-def joint_spec(spec: Spec, team: Team) -> Spec:
+def joint_spec(spec: Spec, team: Team, resumed: bool = False) -> Spec:
     """The spec with the schedule of rank 0: where it names no seed, every process would draw its own participants.
+
+    It also says on how many machines the ranks are, for the certificate.
 
     Args:
         spec: What the user wrote.
         team: The ranks.
+        resumed: The run goes on; its spec is fixed.
 
     Returns:
         The spec that all ranks resolve.
@@ -39,11 +42,13 @@ def joint_spec(spec: Spec, team: Team) -> Spec:
             "person_choice: every rank would draw other records of a person; use person_choice = first, or leave "
             "--distributed out."
         )
-    if team.machines > 1:
-        raise SordinoError(
-            f"distributed: the ranks are on {team.machines} machines, and the certificate of a simulation speaks of "
-            "one; start all ranks on one machine, or call simulate.run(team=join()) in Python."
-        )
+    if team.machines > (spec.machines or 1):
+        if resumed:
+            raise SordinoError(
+                f"machines: the run began on {spec.machines or 1}, which its spec says, and the ranks are on "
+                f"{team.machines}; start no more."
+            )
+        spec = dataclasses.replace(spec, machines=team.machines)
     drawn = int.from_bytes(team.from_first(secrets.token_bytes(16)), "little") >> 2  # 126 bits, as `resolve` draws
     known = spec.seed is not None or spec.schedule_seed is not None
     return spec if known else dataclasses.replace(spec, schedule_seed=drawn)

@@ -439,14 +439,23 @@ class ResolvedSpec:
     @property
     def execution(self) -> str:
         """Where the clients were; the statement begins with it."""
+        machines = self.spec.machines or 1
+        more = f", on {machines} machines" if machines > 1 else ""
         if self.source.benchmark:
-            return "simulation on benchmark data"
-        return "simulation on data declared public" if self.source.declared_public else "simulated on one machine"
+            return f"simulation on benchmark data{more}"
+        if self.source.declared_public:
+            return f"simulation on data declared public{more}"
+        return f"simulated on {machines} machines" if more else "simulated on one machine"
 
     @property
     def assumptions(self) -> list[str]:
         """What the certificate assumes beside what the plan assumes."""
         facts = []
+        if (self.spec.machines or 1) > 1:
+            facts.append(
+                f"The {self.spec.machines} machines of the run belong to one party, and nobody else reads the network "
+                "between them: gradients without noise and the key of the noise travel over it without encryption."
+            )
         if self.source.schema is not None:
             from sordino.data.schema import assumption, searched_assumption
 

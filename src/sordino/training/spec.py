@@ -79,6 +79,7 @@ class Spec:
     integers: bool | None = None  # true: messages are integers, as a federation with secure aggregation adds them up
     dropouts: int | None = None  # of integers: clients that may fail in a round; by default 0
     colluders: int | None = None  # of integers: clients that may reveal their noise to the server; by default 1
+    machines: int | None = None  # on which --distributed runs, if several: the command sets it, the certificate says it
     # randomness
     seed: int | None = None
     schedule_seed: int | None = None
@@ -106,6 +107,8 @@ class Spec:
                 "integers: private_statistics asks another model in its first round, whose integers are not simulated; "
                 "leave one of them out."
             )
+        if self.machines is not None and self.machines < 1:
+            raise SordinoError(f"machines: {self.machines} must be at least 1.")
         if self.evaluate_every < 1:
             raise SordinoError(f"evaluate_every: {self.evaluate_every} must be at least 1.")
         share = self.private_statistics
