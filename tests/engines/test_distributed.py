@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -169,12 +170,21 @@ def refusals(team):
     plan, model, records, _ = case("network")
     dropout = TorchModel(nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 3)))
     both = [source(1), source(2)]
+    quiet, shifted, another = replace(plan, noise=0.1), replace(records, x=records.x + 1), network()
+    another.module[2].weight.requires_grad_(False).add_(1.0)
+
+    def start(*arguments):
+        return next(simulate.run(*arguments, source(3), team=team))
+
     theta = torch.zeros(2, model.size)
     return {
         "settings": refused(lambda: ranks.check(run.prepare(spec), team)),
+        "plans": refused(lambda: start(quiet if team.rank else plan, model, records)),
+        "records": refused(lambda: start(plan, model, shifted if team.rank else records)),
+        "models": refused(lambda: start(plan, another if team.rank else model, records)),
         "noise": refused(lambda: trained("auto", team, source(team.rank))),
         "keys": refused(lambda: trained("fused, sums seen", OwnKeys(team.rank, team.size), source(None))),
-        "dropout": refused(lambda: next(simulate.run(plan, dropout, records, source(3), team=team))),
+        "dropout": refused(lambda: start(plan, dropout, records)),
         "runs": refused(lambda: next(simulate.run(plan, model, records, both, theta=theta, team=team))),
         "statistics": refused(lambda: ranks.joint_spec(Spec.of({"private_statistics": 0.1}), team)),
         "persons": refused(lambda: ranks.joint_spec(Spec.of({"person_choice": "random"}), team)),
@@ -270,6 +280,8 @@ def test_ranks_that_disagree_are_refused(two):
     for rank in (0, 1):
         found = told(two, rank)["refusals"]
         assert "settings of rank 1 differ from those of rank 0" in found["settings"]
+        for name in ("plans", "records", "models"):
+            assert f"{name} of rank 1 differ" in found[name]
         assert "the sources of noise of rank 1 differ" in found["noise"]
         assert "after round 1 ranks hold different models" in found["keys"]
     assert told(two, 0)["schedule"] == told(two, 1)["schedule"] != "None"
@@ -284,7 +296,7 @@ def test_what_is_not_shared_out_is_refused_by_name(two):
     plan = Plan(build("dp-fedgd"), 2, (5, 5), Privacy(8.0))
     object.__setattr__(plan, "integers", object())
     with pytest.raises(SordinoError, match="integers: they are added up client by client"):
-        Team(0, 2).check_serves(plan, Linear(8, 3), 1)
+        Team(0, 2).check(plan, Linear(8, 3), tables(), torch.zeros(27))
 
 
 def test_the_certificate_says_that_ranks_were_on_several_machines(tmp_path):

@@ -46,9 +46,10 @@ import torch
 from torch import Tensor
 
 from sordino.core import Shard, Tree
-from sordino.data.records import check_device
+from sordino.data.records import Lazy, Records, check_device
 from sordino.errors import SordinoError
 from sordino.models.arithmetic import sum_of_parts
+from sordino.privacy import calibration
 from sordino.privacy.mechanisms.random import Secure, Source
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, pack, tree_map, unpack
@@ -182,16 +183,20 @@ class Team:
         self.check_agreement({"the sources of noise": repr(source).encode()})
         return Secure(self.from_first(secrets.token_bytes(32))) if source.private else source.fresh()
 
-    def check_serves(self, plan: Plan, model: Any, runs: int) -> None:
-        """Refuse what is not shared out.
+    def check(self, plan: Plan, model: Any, records: Records | Lazy, theta: Tensor, runs: int = 1) -> None:
+        """Refuse what is not shared out, and ranks that would compute something else.
+
+        A rank adds the noise of its clients, so that a plan with less noise on one rank would be a privacy bug.
 
         Args:
             plan: The plan.
             model: The model.
+            records: The clients' records.
+            theta: Starting parameters.
             runs: How many runs are trained together.
 
         Raises:
-            SordinoError: Names it, and the remedy.
+            SordinoError: Names what is refused, and the remedy.
         """
         if self.size == 1:
             return
@@ -205,6 +210,16 @@ class Team:
                 f"distributed: {type(model).__name__} draws dropout, which would depend on the number of ranks; set "
                 f"dropout=0, or {remedy}."
             )
+        held = [records.x, records.y, records.filled, records.weight] if isinstance(records, Records) else []
+        network = getattr(model, "module", None)
+        weights = [] if network is None else list(network.state_dict().values())
+        self.check_agreement(
+            {
+                "plans": _numbers_of(plan),
+                "records": repr(records.sizes).encode() + _hashed(held),
+                "models": _hashed([theta, *weights]),
+            }
+        )
 
     def spread(
         self, work: Sequence[Work], compute: Callable[[np.ndarray, Any], Tree], *, at_once: bool = True
@@ -257,6 +272,29 @@ class Team:
 
 
 ALONE = Team()
+
+
+def _numbers_of(plan: Plan) -> bytes:
+    """What decides noise, clips, participants and minibatches, in text."""
+    queries = [(s, k, query) for s, stage in enumerate(plan.stages) for k, query in enumerate(stage.queries)]
+    noise = [
+        (s, k, str(query.kind), query.clip, query.calls, calibration.client_std(plan, s, k).tolist())
+        for s, k, query in queries
+    ]
+    sums = [float(calibration.aggregate_std(plan, s, k)) for s, k, _ in queries]
+    cohorts = [cohort.tolist() for cohort in plan.cohorts]
+    drawn = str(plan.sampling), plan.rates.tolist(), plan.slots.tolist()
+    return repr((plan.method.name, plan.sizes, plan.weights.tolist(), noise, sums, cohorts, drawn)).encode()
+
+
+def _hashed(tensors: Sequence[Tensor | None]) -> bytes:
+    """A hash of the bits of tensors."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.digest()
 
 
 class _Piece(NamedTuple):

@@ -138,7 +138,7 @@ def run(
         stored = tree_map(lambda leaf: leaf.to(records.x), checkpoint)
         theta, state, memory = rebuild(stored, checkpoint_template(plan, model, theta, start))
     given = source if isinstance(source, Sequence) else [source]
-    team.check_serves(plan, model, max(len(given), theta.shape[0] if theta.dim() > 1 else 1))
+    team.check(plan, model, records, theta, runs=max(len(given), len(theta) if theta.dim() > 1 else 1))
     sources = [team.joint(each) for each in given]
     if len(sources) != (len(theta) if theta.dim() > 1 else 1):
         raise SordinoError(f"source: got {len(sources)} for theta of shape {tuple(theta.shape)}; give one per run.")

@@ -55,17 +55,17 @@ def joint_spec(spec: Spec, team: Team, resumed: bool = False) -> Spec:
 
 
 def check(run: PreparedRun, team: Team) -> None:
-    """Refuse ranks with different settings or records.
+    """Refuse what is not shared out, and ranks with different settings, plans, records or models. Nothing is paid yet.
 
     Args:
         run: This rank's run.
         team: The ranks.
 
     Raises:
-        SordinoError: Names the rank, and what differs.
+        SordinoError: Names what is refused, or the rank and what differs.
     """
-    settings = run.resolved.portable.toml().encode()
-    team.check_agreement({"settings": settings, "records": run.identity(b"ranks").encode()})
+    team.check_agreement({"settings": run.resolved.portable.toml().encode()})
+    team.check(run.plan, run.model, run.records, run.model.init())
 
 
 def follow(run: PreparedRun, team: Team) -> None:
