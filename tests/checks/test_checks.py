@@ -141,7 +141,9 @@ METHODS_AND_UNITS = [
 
 @pytest.mark.parametrize(("name", "unit"), METHODS_AND_UNITS)
 def test_every_registered_method_keeps_its_contracts(name, unit):
-    reports = checks.check(name, trials=8, method=REGISTRY[name].at(unit))
+    # Three local steps have all that ten have: answers that depend on earlier ones. `sordino check` takes the defaults.
+    few = {"local_steps": 3} if "local_steps" in REGISTRY[name].options else {}
+    reports = checks.check(name, trials=8, method=REGISTRY[name].at(unit, **few))
     assert {report.unit for report in reports} == {unit}
     private = bool(build(name).proves)
     assert {report.adjacency for report in reports} == (set(Adjacency) if private else {""})

@@ -78,6 +78,7 @@ WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes an
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
+MUTANT_TRIALS = 4  # restarts of the search for a mutant, over those for the method
 CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
 CHECKED_TREES = (Trees(3, 3, trees=2, depth=2), Trees(3, 1, Loss.SQUARES, trees=3, depth=2, columns=2))
 
@@ -390,7 +391,8 @@ def _searched(
         changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query.split()[-1])]
         for best in {worst[k][0] for k in changed}:
             here = [k for k in changed if worst[k][0] == best]
-            found = search(*mutant(method, models[best % len(models)]), rejects=here)
+            wrong = mutant(method, models[best % len(models)])
+            found = search(*wrong, trials=MUTANT_TRIALS * trials, rejects=here)  # most end in the first few
             for k in here:
                 missed[k] += [] if found[k].beyond else [_missed("sensitivity", mutant)]
     yield from zip((found for _, found in worst), missed, strict=True)
