@@ -20,6 +20,7 @@ ROUNDS = (10, 70)
 RUN = ("label", "method", "epsilon", "seed")
 AUDIT = ("method", "unit", "adjacency", "trust", "batch", "certified", "lower_thresholds", "lower_gaussian")
 AUDIT = (*AUDIT, "lower_account", "reach", "least_claim", "runs", "broken")
+UNSHOWN = ("device", "torch", "smallest", "rate", "rate_with_log", "information_bound")  # of a point of estimation
 CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
 
 
@@ -63,10 +64,7 @@ def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def estimation(document: dict[str, Any]) -> dict[str, Any]:
-    points = [
-        {key: value for key, value in point.items() if key not in ("device", "torch", "smallest")}
-        for point in document["points"]
-    ]
+    points = [{key: value for key, value in point.items() if key not in UNSHOWN} for point in document["points"]]
     points = [
         {**point, "predicted": {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}}
         if "predicted" in point
@@ -93,6 +91,8 @@ def subsampled(document: dict[str, Any]) -> dict[str, Any]:
 def shrunk(path: Path, document: Any) -> Any:
     if path.stem.startswith("audit") and isinstance(document, list):
         return [{key: row[key] for key in AUDIT} for row in document]
+    if path.stem.startswith("checks"):  # no page shows how near engines are, and only failures have problems
+        return [{key: row[key] for key in row if row[key] != [] and key != "engines_max_diff"} for row in document]
     if isinstance(document, list):
         return document
     if path.stem in ("estimation", "subsampled"):

@@ -30,6 +30,7 @@ from sordino.training.spec import Spec
 
 ROOT = Path(__file__).parents[1]
 ROUNDS, SHARE, WIDTH = 30, 0.2, 1.96
+FEW_INTERVALS = 100  # the coverage of fewer says little
 
 
 class Setting(NamedTuple):
@@ -163,11 +164,13 @@ def page(rows: list[dict[str, Any]]) -> str:
             f"{first}{r['coverage']:.1%} ± {r['coverage_error']:.1%} | {r['with_interval']:.0%} | "
             f"{r['coverage_around_trained']:.1%} | {r['root_mean_square_error']:.4f} | {r['standard_error']:.4f} |"
         )
-    shares = [r["coverage"] for r in rows if "coverage" in r and (r["copies"] or not r["persons"])]
+    many = [r for r in rows if r["repetitions"] * (r["features"] + 1) * r["with_interval"] >= FEW_INTERVALS]
+    shares = [r["coverage"] for r in many if r["copies"] or not r["persons"]]
     least, most = min(shares), max(shares)
     lines += [
         "",
-        f"Coverage lies between {least:.1%} and {most:.1%} in all rows but those of persons with independent records. "
+        f"Coverage lies between {least:.1%} and {most:.1%} in the rows with at least {FEW_INTERVALS} intervals, those "
+        "of persons with independent records apart. "
         "It is lower where the noise hides some directions, because coefficients beside them keep a part of the "
         "trained model's error. Counts have no interval where the noise hides the intercept. "
         "Intervals of persons allow for records that are copies, and are too wide if they are not.",
