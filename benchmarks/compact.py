@@ -20,7 +20,7 @@ ROUNDS = (10, 70)
 RUN = ("label", "method", "epsilon", "seed")
 AUDIT = ("method", "unit", "adjacency", "trust", "batch", "certified", "lower_thresholds", "lower_gaussian")
 AUDIT = (*AUDIT, "lower_account", "reach", "least_claim", "runs", "broken")
-UNSHOWN = ("device", "torch", "smallest", "rate", "rate_with_log", "information_bound")  # of a point of estimation
+UNSHOWN = ("device", "torch", "smallest")  # of a point of estimation
 CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
 
 
