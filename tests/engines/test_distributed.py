@@ -22,6 +22,7 @@ from sordino.data.records import Records
 from sordino.engines import distributed, simulate
 from sordino.engines.distributed import ALONE, SplitRows, Team, join, leave
 from sordino.errors import SordinoError
+from sordino.files import lock
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.models.torch_model import TorchModel
@@ -218,8 +219,18 @@ def worker(folder):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The files of two processes that ran all cases together."""
-    folder = tmp_path_factory.mktemp("ranks")
+    """The files of two processes that ran all cases together, once for all workers of a test run."""
+    here = tmp_path_factory.getbasetemp()
+    folder = (here.parent if "PYTEST_XDIST_WORKER" in os.environ else here) / "ranks"
+    folder.mkdir(exist_ok=True)
+    with lock(folder.with_suffix(".lock")):
+        if not (folder / "done").exists():
+            run_all_cases(folder)
+            (folder / "done").touch()
+    return folder
+
+
+def run_all_cases(folder):
     prepared = run.prepare(Spec.of(SPEC))
     run.start(prepared, folder / "partial")
     lines = run.rounds(prepared, folder / "partial")
@@ -240,7 +251,6 @@ def two(tmp_path_factory):
     ]
     errors = [process.communicate(timeout=120)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 9], errors
-    return folder
 
 
 def free_ports(count):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import sordino as so
-from sordino.checks import check_calibration
+from sordino.checks import LEAST_TRIALS, check_calibration
 from sordino.core import Adjacency, Kind, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
@@ -67,7 +67,7 @@ def test_the_order_of_predictions_stays():
 
 @pytest.mark.parametrize("unit", tiers(["record", "person"], 1))
 def test_every_contract_holds_and_mutants_are_rejected(unit):
-    reports = check_calibration(trials=8, units=[Unit(unit)])
+    reports = check_calibration(trials=LEAST_TRIALS, units=[Unit(unit)])
     assert {report.query.split()[-1] for report in reports} == {"gradient", "calibration", "slope"}
     assert all(report.passed for report in reports), [report.problems for report in reports]
 

@@ -148,7 +148,7 @@ def test_a_record_that_is_not_finite_says_nothing(clipping, bad):
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, pytest.param(Unit.PERSON, marks=pytest.mark.soak)])
 def test_contracts_hold_and_reject_wrong_bounds(unit):
-    reports = checks.check_clipping(trials=8, units=[unit])
+    reports = checks.check_clipping(trials=checks.LEAST_TRIALS, units=[unit])
     assert len(reports) == 6
     assert [problem for report in reports for problem in report.problems] == []
 
@@ -156,7 +156,7 @@ def test_contracts_hold_and_reject_wrong_bounds(unit):
 def test_a_mutant_that_passes_is_reported(monkeypatch):
     monkeypatch.setattr(checks, "CHECKED_CLIPPINGS", ("automatic",))
     monkeypatch.setitem(checks.OF_CLIPPINGS, "automatic", lambda method, model: (method, model))
-    assert not any(report.passed for report in checks.check_clipping(trials=8, units=[Unit.RECORD]))
+    assert not any(report.passed for report in checks.check_clipping(trials=checks.LEAST_TRIALS, units=[Unit.RECORD]))
     method = with_clipping(build("dp-fedgd"), Clipping.parse("automatic"))
     found = checks.sensitivity(*normalises_by_the_last_layer(method, checks.small_network()), "add-remove", trials=8)
     assert found[0].beyond

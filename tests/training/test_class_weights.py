@@ -92,11 +92,11 @@ def test_a_person_of_two_classes_stays_within_the_clip():
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, pytest.param(Unit.PERSON, marks=pytest.mark.soak)])
 def test_contracts_hold_and_weights_beyond_the_clip_are_rejected(unit, monkeypatch):
-    reports = checks.check_weights(trials=8, units=[unit])
+    reports = checks.check_weights(trials=checks.LEAST_TRIALS, units=[unit])
     assert len(reports) == (4 if unit is Unit.RECORD else 2)
     assert [problem for report in reports for problem in report.problems] == []
     monkeypatch.setattr(checks, "weighs_beyond_the_clip", lambda method, model: (method, model))
-    assert not any(report.passed for report in checks.check_weights(trials=8, units=[Unit.RECORD]))
+    assert not any(report.passed for report in checks.check_weights(trials=checks.LEAST_TRIALS, units=[Unit.RECORD]))
 
 
 # ------------------------------------------------------------------------------------------------------------- balanced
