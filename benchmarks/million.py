@@ -174,8 +174,8 @@ def page(rows: list[dict[str, Any]]) -> str:
         "encoded by the schema, a fifth held out, 70 rounds at ε = 1 over ten clients with noise from a secret source, "
         "every round evaluated, run written. Bare: pyarrow reads the file, then two float32 matrix products per round "
         "with the encoded training records (the faster one of two). One thread for sums and products on both sides, "
-        "two cores for pyarrow. Memory: peak of the process beyond its imports, over the encoded table. Other programs "
-        "ran on the two cores too, which is why seconds differ from seconds of the processor.",
+        "two cores for pyarrow. Memory: peak of the process beyond its imports, over the encoded table. Where "
+        "seconds exceed those of the processor, other programs ran too.",
         "",
         "| file | method | rows | read bare, s | products bare, s | ours, s | of the processor "
         "| load and encode, s | train, s | time ratio | memory ratio | AUC |",

@@ -12,7 +12,6 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from tests.support import tiers
 
-
 QUICK = ["statistics", "evaluation", "evaluation of survival"]
 
 
