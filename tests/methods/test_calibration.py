@@ -9,6 +9,7 @@ import torch
 
 import sordino as so
 from sordino.checks import LEAST_TRIALS, check_calibration
+from sordino.checks.search import TRIALS
 from sordino.core import Adjacency, Kind, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
@@ -65,9 +66,9 @@ def test_the_order_of_predictions_stays():
     assert not torch.equal(plain[-2:], shifted[-2:])
 
 
-@pytest.mark.parametrize("unit", tiers(["record", "person"], 1))
-def test_every_contract_holds_and_mutants_are_rejected(unit):
-    reports = check_calibration(trials=LEAST_TRIALS, units=[Unit(unit)])
+@pytest.mark.parametrize(("unit", "trials"), tiers([("record", LEAST_TRIALS), ("person", TRIALS)], 1))
+def test_every_contract_holds_and_mutants_are_rejected(unit, trials):
+    reports = check_calibration(trials=trials, units=[Unit(unit)])
     assert {report.query.split()[-1] for report in reports} == {"gradient", "calibration", "slope"}
     assert all(report.passed for report in reports), [report.problems for report in reports]
 

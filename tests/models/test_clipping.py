@@ -10,6 +10,7 @@ import torch
 
 from sordino import checks
 from sordino.checks.mutants import normalises_by_the_last_layer
+from sordino.checks.search import TRIALS
 from sordino.core import SAFETY, Clipping, Query, Shard, Unit
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -146,9 +147,12 @@ def test_a_record_that_is_not_finite_says_nothing(clipping, bad):
         torch.testing.assert_close(have, want)
 
 
-@pytest.mark.parametrize("unit", [Unit.RECORD, pytest.param(Unit.PERSON, marks=pytest.mark.soak)])
-def test_contracts_hold_and_reject_wrong_bounds(unit):
-    reports = checks.check_clipping(trials=checks.LEAST_TRIALS, units=[unit])
+@pytest.mark.parametrize(
+    ("unit", "trials"),
+    [(Unit.RECORD, checks.LEAST_TRIALS), pytest.param(Unit.PERSON, TRIALS, marks=pytest.mark.soak)],
+)
+def test_contracts_hold_and_reject_wrong_bounds(unit, trials):
+    reports = checks.check_clipping(trials=trials, units=[unit])
     assert len(reports) == 6
     assert [problem for report in reports for problem in report.problems] == []
 
