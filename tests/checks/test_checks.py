@@ -141,9 +141,7 @@ METHODS_AND_UNITS = [
 
 @pytest.mark.parametrize(("name", "unit"), METHODS_AND_UNITS)
 def test_every_registered_method_keeps_its_contracts(name, unit):
-    # Three local steps have all that ten have: answers that depend on earlier ones. `sordino check` takes the defaults.
-    few = {"local_steps": 3} if "local_steps" in REGISTRY[name].options else {}
-    reports = checks.check(name, trials=checks.LEAST_TRIALS, method=REGISTRY[name].at(unit, **few))
+    reports = checks.check(name, trials=checks.LEAST_TRIALS, method=REGISTRY[name].at(unit))
     assert {report.unit for report in reports} == {unit}
     private = bool(build(name).proves)
     assert {report.adjacency for report in reports} == (set(Adjacency) if private else {""})
@@ -290,7 +288,7 @@ def test_every_registered_method_asks_what_it_pays_for(name):
 
 
 def test_too_few_trials_are_refused():
-    with pytest.raises(SordinoError, match="trials: 4 must be at least 6"):
+    with pytest.raises(SordinoError, match="trials: 4 must be at least 8"):
         checks.check("dp-fedgd", trials=4)
 
 

@@ -106,7 +106,7 @@ def test_ranges_are_found_paid_for_and_verified(place, tmp_path, trust):
     assert load_run(out).predict(str(place / "data.csv")).shape == (3000,)
 
 
-@pytest.mark.parametrize("trust", [Trust.SECURE_AGGREGATION, Trust.TRUSTED_SERVER])
+@pytest.mark.parametrize("trust", list(Trust))
 def test_ranges_hold_most_records_and_little_else(place, tmp_path, trust):
     """With a seed: one noisy cell in some hundreds widens a range, which fresh noise would show now and then."""
     out = tmp_path / "run"
@@ -116,7 +116,9 @@ def test_ranges_hold_most_records_and_little_else(place, tmp_path, trust):
     assert -120 <= low <= 35
     assert 75 <= high <= 220
     assert 50 <= poor <= 3000
-    assert 5000 <= rich <= 3_000_000
+    assert rich >= 5000
+    # Where every client adds noise, ranges are rough.
+    assert rich <= 3_000_000 or trust is Trust.UNTRUSTED_SERVER
 
 
 def test_a_smaller_share_in_the_spec_than_in_the_certificate_is_found(place, tmp_path):

@@ -70,7 +70,7 @@ class Report(NamedTuple):
 
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
-LEAST_TRIALS = 6  # with fewer, the search may miss a mutant of a correct method
+LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
 CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clipping of networks
 CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
