@@ -158,6 +158,12 @@ def test_a_record_adds_the_same_everywhere(kind, threads):
                     assert torch.equal(fast(model, theta, others, labels, mask, 0.5), term)
 
 
+@pytest.mark.skipif(not torch.backends.openmp.is_available(), reason="torch has no OpenMP threads here")
+def test_torchs_own_threads_are_found():
+    """Else the kernel runs in one thread and is slower than two matrix products."""
+    assert kernel._parallel() is not None
+
+
 @compiler
 def test_threads_change_nothing(threads):
     for lead, rows in (((), 20_000), ((9,), 2500), ((300,), 20)):

@@ -190,11 +190,17 @@ def _new(*shape: int) -> Tensor:
 
 @functools.cache
 def _parallel() -> Callable[..., object] | None:
-    """A function that runs another in torch's OpenMP threads, which wait actively and would slow down other threads."""
-    try:
-        return ctypes.CDLL(None).GOMP_parallel
-    except (AttributeError, OSError):
-        return None
+    """A function that runs another in torch's OpenMP threads, which wait actively and would slow down other threads.
+
+    It is found among what torch has loaded: under a global name, or in the OpenMP library that lies beside torch.
+    """
+    beside = sorted(Path(torch.__file__).parent.glob("lib/libgomp*"))
+    for name, mode in ((None, ctypes.DEFAULT_MODE), *((str(path), os.RTLD_NOLOAD) for path in beside)):
+        try:
+            return ctypes.CDLL(name, mode=mode).GOMP_parallel
+        except (AttributeError, OSError):
+            continue
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
