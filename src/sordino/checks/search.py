@@ -19,6 +19,7 @@ from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, 
 from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.schedule import RoundPlan, round_plans
+from sordino.models.arithmetic import exact_arithmetic
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
@@ -71,6 +72,7 @@ class Found(NamedTuple):
         return []
 
 
+@exact_arithmetic()  # held once for all sums of the search
 def sensitivity(
     method: Method,
     model: core.Model,
