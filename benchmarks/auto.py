@@ -420,11 +420,7 @@ def table(commands: Mapping[str, str], cells: Sequence[Cell]) -> str:
         "",
         f"The rival is, at each round, the best of {', '.join(RIVALS)} with the same records, each tuned for each cell "
         f"over {', '.join(str(len(each)) for each in RIVALS.values())} settings on the test records with another seed. "
-        "Nobody pays for that tuning.",
-        "",
-        "The first two tables and the ablation are older than the ridge and the measured curvature; the table of that "
-        "name shows how little these change at finite budgets. `auto` and rivals have the same noise there. All other "
-        "tables are of the present rule.",
+        "Nobody pays for that tuning. `auto` and rivals have the same noise.",
     ]
     columns = [f"ε = {e:g}" for e in EPSILONS]
     for trust in TRUSTS:
