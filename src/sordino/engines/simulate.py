@@ -55,6 +55,7 @@ from sordino.core import (
 )
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
+from sordino.engines.captured import CapturedRound, RoundMattersError
 from sordino.engines.distributed import ALONE, SplitRows, Team, some_clients
 from sordino.engines.oracle import (
     IntegerStream,
@@ -80,6 +81,7 @@ from sordino.engines.schedule import (
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
+from sordino.models.softmax_batched import compiled
 from sordino.privacy.mechanisms.gaussian import Draw, stack
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.random import COHORT, Address, Counted, Source, counted, joint_source
@@ -163,16 +165,20 @@ def run(
             stream = IntegerStream()
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
-            broadcast = Broadcast(theta, rule.broadcast(state))
             records.keep(round_plan.cohort)
-            if plan.integers is not None:
-                aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches, stream)
-            elif fused:
-                aggregate = batched_clients.fused(round_plan, theta, shares)
+            done = batched_clients.captured_round(round_plan, theta, state, shares) if fused else None
+            if done is not None:
+                aggregate, theta, state = done
             else:
-                aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
-            step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
-            theta = theta + step
+                broadcast = Broadcast(theta, rule.broadcast(state))
+                if plan.integers is not None:
+                    aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches, stream)
+                elif fused:
+                    aggregate = batched_clients.fused(round_plan, theta, shares)
+                else:
+                    aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
+                step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
+                theta = theta + step
             team.check_same(theta, round_plan.t)
         yield Round(
             round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, Checkpoint(theta, state, memory)
@@ -199,7 +205,8 @@ class BatchedClients:
         self.everyone = np.arange(plan.clients)
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
-        self._graphs: dict[tuple[float, bool], CapturedGraph] = {}
+        self._graphs: dict[float, CapturedGraph] = {}  # of sums, by clip
+        self._rounds: dict[int, CapturedRound | None] = {}  # by the first round of the stage
         self._ahead: tuple[tuple[int, ...], Tensor] = ((), torch.zeros(0))
 
     @cached_property
@@ -265,31 +272,55 @@ class BatchedClients:
         else:
             shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
         query = round_plan.stage.queries[0]
-        wide = theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False)
-        if full and wide and query.clipping == FLAT_CLIPPING:
-            return self._captured(round_plan, theta, shard, shares)
+        if full and self._many_on_gpu(query, theta):
+            return self._noised(heaviest * self._sums(round_plan, theta), round_plan, 0, self._per_record, shares)
         with seeded_dropout(self.model, theta, lambda: dropout_seed(self.sources[0], COHORT, round_plan.t, 0)):
             total = heaviest * gradient_sum(self.split, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
 
-    def _captured(self, round_plan: RoundPlan, theta: Tensor, shard: Any, shares: bool) -> Tensor:
-        """`fused` for runs of one linear model on a GPU: sums, and noise that is not secret, are one CUDA graph."""
-        query, heaviest, model = round_plan.stage.queries[0], float(self._per_record.max()), cast(Any, self.model)
-        std, inputs = self._spread_of(round_plan, 0, self._per_record), [theta]
-        whole = not self.secret and self._at_once(query) and bool(std.any()) and (round_plan.noise_on_sum or not shares)
-        if whole:
-            noise = self._standard(round_plan, 0, tuple(theta.shape[-1:]))
-            inputs += [noise.z, along(self._laid(np.atleast_1d(std)), 1)]
-        if (query.clip, whole) not in self._graphs:
-            sums = model.summing(shard, query.clip, len(theta))
+    def captured_round(
+        self, round_plan: RoundPlan, theta: Tensor, state: Tree, shares: bool
+    ) -> tuple[Tensor, Tensor, Tree] | None:
+        """A round of runs of one linear model on a GPU by one CUDA graph: the aggregate, theta, and the state.
 
-            def noised_sum(at: Tensor, noise: Tensor, width: Tensor) -> Tensor:
-                total: Tensor = heaviest * sums(at) + width * noise
-                return total.to(self.records.x)
+        Returns:
+            None where that is not possible: the noise is secret, or the rule looks at the number of the round.
+        """
+        query, first = round_plan.stage.queries[0], round_plan.first
+        full = len(round_plan.cohort) == self.plan.clients and not self._samples(round_plan.cohort)
+        if self.secret or not full or not self._many_on_gpu(query, theta) or not self._at_once(query):
+            return None
+        if shares and not round_plan.noise_on_sum:
+            return None
+        noise = self._ahead_of(round_plan, 0, tuple(theta.shape[-1:]))
+        if first not in self._rounds:
+            std = np.atleast_1d(self._spread_of(round_plan, 0, self._per_record))  # equal in all rounds of the stage
+            width, heaviest = along(self._laid(std), 1), float(self._per_record.max())
+            sums = cast(Any, self.model).summing(self._matrix, query.clip, len(theta))
 
-            self._graphs[query.clip, whole] = CapturedGraph(noised_sum if whole else sums, inputs, autograd=False)
-        total = self._graphs[query.clip, whole](inputs)
-        return total if whole else self._noised(heaviest * total, round_plan, 0, self._per_record, shares)
+            def noised_sum(at: Tensor, noise: Tensor) -> Tensor:
+                return compiled(_plus_noise)(sums(at), heaviest, noise, width, self.records.x.dtype)
+
+            try:
+                rule = round_plan.stage.rule
+                self._rounds[first] = CapturedRound(noised_sum, rule, theta, state, noise, round_plan.step)
+            except (RoundMattersError, TypeError):
+                self._rounds[first] = None
+        captured = self._rounds[first]
+        return None if captured is None else captured(theta, state, noise)
+
+    def _many_on_gpu(self, query: Query, theta: Tensor) -> bool:
+        """Whether these are runs of one linear model over the same records on a GPU."""
+        wide = theta.is_cuda and theta.dim() == 2 and not self.data_axes and getattr(self.model, "plain", False)
+        return wide and query.clipping == FLAT_CLIPPING
+
+    def _sums(self, round_plan: RoundPlan, theta: Tensor) -> Tensor:
+        """The clipped sums of all records for each run, as one CUDA graph."""
+        query = round_plan.stage.queries[0]
+        if query.clip not in self._graphs:
+            sums = cast(Any, self.model).summing(self._matrix, query.clip, len(theta))
+            self._graphs[query.clip] = CapturedGraph(sums, [theta], autograd=False)
+        return self._graphs[query.clip]([theta])
 
     def _spread_of(self, round_plan: RoundPlan, number: int, moved: np.ndarray) -> np.ndarray:
         """The standard deviation of the noise of a cohort's sum; one per run, if runs differ."""
@@ -437,13 +468,17 @@ class BatchedClients:
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
             return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
+        noise = self._ahead_of(round_plan, number, shape)
+        return Draw.plain(noise if self.lead else noise[0])
+
+    def _ahead_of(self, round_plan: RoundPlan, number: int, shape: tuple[int, ...]) -> Tensor:
+        """Standard noise of all runs, from a block that was drawn for several rounds at once."""
         block = round_plan.t // NOISE_BLOCK
         key = (block, number, *shape)  # stages differ in shape
         if self._ahead[0] != key:
             at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
             self._ahead = key, self._counted(at, shape)
-        noise = self._ahead[1][round_plan.t % NOISE_BLOCK]
-        return Draw.plain(noise if self.lead else noise[0])
+        return self._ahead[1][round_plan.t % NOISE_BLOCK]
 
     @cached_property
     def _joint(self) -> Source | None:
@@ -510,6 +545,10 @@ class BatchedClients:
             preparing=preparing,
             add_noise=add_noise,
         )
+
+
+def _plus_noise(total: Tensor, factor: float, noise: Tensor, width: Tensor, dtype: torch.dtype) -> Tensor:
+    return (factor * total + width * noise).to(dtype)
 
 
 def _weighted(leaf: Tensor, weight: Tensor, axis: int) -> Tensor:

@@ -83,19 +83,23 @@ def summing(
 
     firsts = range(0, rows, step)
     held = [chunk(first) for first in firsts] if hold and shard.x.numel() <= HELD_NUMBERS else None
-    cut = _compiled(unrolled) if cuda and outputs <= MAX_UNROLLED_CLASSES else cut_residuals
-    lay = _compiled(digits_of_factor) if by_digits else factor_of_logits
+    cut = compiled(unrolled) if cuda and outputs <= MAX_UNROLLED_CLASSES else cut_residuals
+    lay = compiled(digits_of_factor) if by_digits else factor_of_logits
 
     def sums(theta: Tensor) -> Tensor:
         W = lay(theta.expand(runs, *lead, theta.shape[-1]).reshape(runs, *lead, features + 1, outputs), pad)
-        total = theta.new_zeros(*lead, features + 1 + pad, W.shape[-1], dtype=torch.float64)
+        total = None
         for left, u, y, lengths, masks in map(chunk, firsts) if held is None else held:
             z = torch.mm(left, W, out_dtype=torch.float32) if by_digits else left @ W
             r = cut(z.view(*u.shape[:-1], outputs, runs), y, lengths, masks, bound).flatten(-2)
-            if lead:
+            if total is None:
+                total = u.transpose(-1, -2) @ r
+            elif lead:
                 total += u.transpose(-1, -2) @ r
             else:
                 total.addmm_(u.T, r)
+        if total is None:
+            total = theta.new_zeros(*lead, features + 1, W.shape[-1], dtype=torch.float64)
         total = total[..., : features + 1, :]
         return total.reshape(*total.shape[:-1], outputs, runs).movedim(-1, 0).flatten(-2)
 
@@ -168,5 +172,5 @@ def _mixed_products() -> bool:
 
 
 @functools.cache
-def _compiled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def compiled(f: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(f) if importlib.util.find_spec("triton") else f

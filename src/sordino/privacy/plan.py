@@ -10,6 +10,7 @@ A `Plan` holds facts and properties that follow from them directly. Functions ov
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -156,7 +157,11 @@ class Plan:
 
     def stage_of(self, t: int) -> int:
         """The stage that round t belongs to."""
-        return int(np.searchsorted(np.cumsum(self.stage_rounds), t, side="right"))
+        return bisect.bisect_right(self._stage_ends, t)
+
+    @cached_property
+    def _stage_ends(self) -> list[int]:
+        return list(itertools.accumulate(self.stage_rounds))
 
     @cached_property
     def cohorts(self) -> list[np.ndarray]:
