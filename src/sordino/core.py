@@ -321,6 +321,12 @@ class Correlated(Noise):
         rounds = np.asarray(rounds)
         if self._of_first_rounds is not None and np.array_equal(rounds, np.arange(len(rounds))):
             return math.sqrt(self._of_first_rounds[len(rounds)])
+        key = rounds.tobytes()
+        if key not in self._released:
+            self._released[key] = self._inverted_sensitivity(rounds)
+        return self._released[key]
+
+    def _inverted_sensitivity(self, rounds: np.ndarray) -> float:
         bound = self.sensitivity(rounds)
         if not len(rounds):
             return bound
@@ -351,6 +357,11 @@ class Correlated(Noise):
     @cached_property
     def _moves(self) -> np.ndarray:
         return np.asarray(np.abs(self.encoder))
+
+    @cached_property
+    def _released(self) -> dict[bytes, float]:
+        """Known values of `released_sensitivity`, by rounds: an account asks for the same ones several times."""
+        return {}
 
     @cached_property
     def _of_first_rounds(self) -> np.ndarray | None:
