@@ -6,11 +6,13 @@ import shlex
 
 import numpy as np
 import pytest
+import torch
 
 from sordino.cli import main
 from sordino.errors import SordinoError
 from sordino.privacy import calibration
-from sordino.studies import compare, report, sweep
+from sordino.privacy.accounting import selection
+from sordino.studies import compare, private_tuning, report, sweep
 from sordino.studies.statistics import unpack
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -402,3 +404,160 @@ def test_an_earlier_result_is_not_overwritten(tmp_path, monkeypatch, capsys):
         assert (tmp_path / out / result).read_bytes() == before
     assert main(comparison) == 0
     assert next(path.name for path in (tmp_path / "runs").iterdir()).startswith("compare-")
+
+
+# ------------------------------------------------------------------------------------------- tuned within the budget
+
+WITHIN = "dp-fedgd, tuned within the budget"
+
+
+def tuned_within(base, how, runs=3, epsilons=(2.0, math.inf), methods=("dp-fedgd", "auto"), **more):
+    who = compare.contestants(methods, base)
+    searches = compare.paid_lineup(who, base, epsilons, [1, 2], how, runs=runs, **more)
+    entrants = compare.lineup(who, base, epsilons, [1, 2], compare.UNTOUCHED)
+    return compare.document(
+        entrants, base=base, tuning=compare.UNTOUCHED, command="", paid=searches, pairs=[("auto", WITHIN)]
+    )
+
+
+def spent(document):
+    return [run["certificate"]["epsilon"] for run in document["runs"] if run["epsilon"] is not None]
+
+
+@pytest.fixture(scope="module")
+def paid():
+    return tuned_within(BASE, "count")
+
+
+def test_a_row_tuned_within_the_budget_spends_what_the_others_spend(paid):
+    assert [run["label"] for run in paid["runs"] if run["epsilon"]] == [
+        label for label in ("dp-fedgd", WITHIN, "auto") for _ in (1, 2)
+    ]
+    assert spent(paid) == pytest.approx([2.0] * 6, rel=1e-6)
+    assert max(spent(paid)) <= 2.0 * (1 + 1e-9)
+    assert {run["label"] for run in paid["runs"] if run["epsilon"] is None} == {"dp-fedgd", "auto"}
+    for run in paid["runs"]:
+        if run["label"] == WITHIN:
+            account = run["tuned_within_budget"]
+            assert (account["how"], account["runs"], account["settings"]) == ("count", 3, 8)
+            assert run["certificate"]["rounds"] == 3 * 4
+            assert run["client_epsilon"] == [2.0] * 4
+            assert run["bytes_up"] == 3 * 4 * 650 * 4
+            assert len(run["accuracy"]) == 4
+            assert run["seed"] in (1, 2)
+    assert [(pair["a"], pair["b"], pair["epsilon"]) for pair in paid["pairs"]] == [("auto", WITHIN, 2.0)]
+
+
+def test_a_search_whose_runs_each_spend_the_whole_budget_is_refused(monkeypatch):
+    """The mutant: no run gives up a part of mu for the others."""
+    monkeypatch.setattr(selection, "each", lambda mu, runs: mu)
+    with pytest.raises(SordinoError, match="more than 2"):
+        tuned_within(BASE, "count")
+
+
+def test_the_report_says_which_rows_are_tuned_within_the_budget(paid, tmp_path):
+    report.write(paid, tmp_path)
+    for name in ("report.html", "report.md"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert WITHIN in text
+        assert "3 runs within the one budget (3 of 8 settings, drawn at random)" in text
+        assert "covers every run of it, the choice and the chosen model" in text
+        assert "2 methods on digits" in text
+    chosen = {(row[0].text, row[4].text) for row in report.tuning(paid).rows}
+    assert chosen == {(WITHIN, "3")}
+
+
+def test_a_paid_row_can_be_made_again_by_its_command(paid, capsys):
+    filed = next(run for run in paid["runs"] if run["label"] == WITHIN)
+    assert main([*shlex.split(filed["command"])[1:], "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert {key: filed["options"][key] for key in again["best"]} == again["best"]
+    assert again["certificate"]["spec_sha256"] == filed["certificate"]["spec_sha256"]
+    assert again["certificate"]["epsilon"] == filed["certificate"]["epsilon"]
+
+
+def test_a_paid_search_sees_no_test_record_and_hands_out_its_own_model(monkeypatch):
+    searched, tested = [], []
+    search, run_many = private_tuning.search, compare.run_many
+
+    def recorded(values, grid, dataset, *rest, **more):
+        searched.append((dataset, search(values, grid, dataset, *rest, **more)))
+        return searched[-1][1]
+
+    def scored(specs, *rest, **more):
+        tested.append(run_many(specs, *rest, **more))
+        return tested[-1]
+
+    monkeypatch.setattr(private_tuning, "search", recorded)
+    monkeypatch.setattr(compare, "run_many", scored)
+    tuned_within(BASE, "count", epsilons=(2.0,))
+    assert len(searched) == 2
+    for (dataset, chosen), (again,) in zip(searched, tested[1:], strict=True):
+        assert torch.allclose(chosen.trained.theta, again.theta, atol=1e-5)
+        whole = chosen.trained.resolved.read_data()
+        assert len(dataset.y_train) + len(dataset.y_test) == len(whole.y_train)
+        seen = {row.tobytes() for row in whole.x_test} - {row.tobytes() for row in whole.x_train}
+        assert not seen & {row.tobytes() for part in (dataset.x_train, dataset.x_test) for row in part}
+
+
+def test_random_stopping_keeps_its_number_of_runs_out_of_a_comparison(tmp_path):
+    made = tuned_within({**BASE, "trust": "trusted-server"}, "stopping", epsilons=(2.0,))
+    for run in made["runs"]:
+        if run["label"] == WITHIN:
+            assert "runs" not in run["tuned_within_budget"]
+            assert (run["bytes_up"], run["client_epsilon"]) == (None, [2.0] * 4)
+            assert run["certificate"]["epsilon"] < 2.0, "the certificate of the one run that is shown"
+            assert "random stopping" in run["certificate"]["reasons"][-1]
+    report.write(made, tmp_path)
+    assert "random number of runs" in (tmp_path / "report.md").read_text()
+
+
+def test_public_records_choose_by_any_metric(patients):
+    public = patients / "public.csv"
+    public.write_text((patients / "patients.csv").read_text())
+    base = {"data": str(patients / "patients.csv"), "label": "died", "clients": 3, "rounds": 3}
+    made = tuned_within(base, "public", epsilons=(2.0,), public=str(public), metric="log_loss")
+    assert spent(made) == pytest.approx([2.0] * 6, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--unit", "client"], "would both train and validate"),
+        (["--set", "batch=poisson:16"], "the joint cost of k sampled runs is not calibrated"),
+        (["--metric", "log_loss"], "use accuracy, or --charge-tuning public"),
+        (["--epsilons", "inf"], "nothing to tune within a budget"),
+        (["--methods", "auto"], "nothing to tune within a budget"),
+        (["--charge-tuning", "stopping"], "trust: under untrusted-server"),
+        (["--charge-tuning", "stoping"], "'stoping' is unknown"),
+        (["--charge-tuning", "public"], "--public: give it together"),
+        (["--charge-tuning", "no", "--paid-runs", "4"], "nothing is paid for"),
+        (["--paid-runs", "0"], "--paid-runs: 0 must be at least 1"),
+        (["--tune", "--tune-round", "2"], "--tune-round: a search within the budget chooses by the last round"),
+        (["--only-tune"], "--only-tune: a search within the budget"),
+    ],
+)
+def test_a_paid_row_that_is_not_proved_is_refused(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "run_many", lambda *_, **__: pytest.fail("refuse before training"))
+    assert main(["compare", "--methods", "dp-fedgd", "--rounds", "3", "--charge-tuning", "count", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_task_without_counts_of_correct_records_is_refused(patients, capsys):
+    words = ["compare", "--data", str(patients / "dose.csv"), "--label", "y", "--methods", "dp-fedgd"]
+    assert main([*words, "--charge-tuning", "count", "--out", str(patients / "out")]) == 2
+    assert "labels that are quantities have no accuracy" in capsys.readouterr().err
+
+
+def test_json_holds_rows_tuned_within_the_budget(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(report.figures, "draw", lambda view, out: [])
+    words = ["compare", "--methods", "dp-fedgd", "--clients", "3", "--rounds", "2", "--epsilons", "4", "--seeds", "1"]
+    words += ["--preset", "paper-coarse", "--charge-tuning", "count", "--paid-runs", "2"]
+    assert main([*words, "--out", str(tmp_path / "one"), "--json"]) == 0
+    unpaid, row = json.loads(capsys.readouterr().out)["runs"]
+    assert (unpaid["label"], row["label"]) == ("dp-fedgd", WITHIN)
+    assert row["tuned_within_budget"]["epsilon"] == row["epsilon"] == unpaid["epsilon"] == 4.0
+    assert main([*words, "--out", str(tmp_path / "two")]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "tuned within the budget (dp-fedgd): paid for: 2 runs within the one budget (2 of 7 settings" in told

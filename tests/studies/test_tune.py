@@ -197,6 +197,21 @@ def test_k_runs_share_one_budget(how, digits):
     assert found.options in [{"lr": lr} for lr in GRID["lr"]]
 
 
+def test_the_settings_of_a_paid_search_are_drawn_without_the_data(digits):
+    settings = [{"lr": lr} for lr in range(40)]
+    drawn = [private_tuning._drawn(settings, 5, seed) for seed in (1, 1, 2, None)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    for each in drawn:
+        assert len({setting["lr"] for setting in each}) == 5
+        assert each == sorted(each, key=lambda setting: setting["lr"])
+    assert private_tuning._drawn(settings, 50, 1) == private_tuning._drawn(settings, None, 1) == settings
+    found = private_tuning.search(BASE, GRID, validated(digits), "count", runs=2)
+    assert math.sqrt(2) * spending.mu(found.trained.plan) == pytest.approx(gaussian.mu(8.0, 1e-5), rel=1e-4)
+    assert "2 of 4 settings" in found.account["sentence"]
+    with pytest.raises(SordinoError, match="--paid-runs"):
+        private_tuning.search(BASE, GRID, validated(digits), "count", runs=0)
+
+
 def test_a_count_is_noised_as_much_as_it_moves(digits):
     """std = 1 / mu of a run; where messages are seen, each client's own count carries that."""
     seen = private_tuning.search(BASE, GRID, validated(digits), "count").account
@@ -218,7 +233,7 @@ def test_the_noise_of_scores_decides(digits):
 def test_random_stopping_tells_neither_how_many_nor_how_well(digits):
     with pytest.raises(SordinoError, match="random stopping"):
         private_tuning.search(BASE, GRID, validated(digits), "stopping")
-    found = private_tuning.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0)
+    found = private_tuning.search({**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", runs=3)
     assert "runs" not in found.account
     assert spending.mu(found.trained.plan) < gaussian.mu(8.0, 1e-5)
     assert "trusted" in found.account["assumes"]
@@ -266,6 +281,6 @@ def test_wishes_of_single_clients_are_not_paid_by_halves(digits):
 def test_random_stopping_does_not_count_aloud(digits):
     ticks = []
     private_tuning.search(
-        {**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", mean=3.0, tick=ticks.append
+        {**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", runs=3, tick=ticks.append
     )
     assert ticks == []

@@ -12,7 +12,7 @@ from typing import Any
 
 from sordino.cli.run import read_keys
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, numbers, table
-from sordino.cli.sweep import add_keys, check_device
+from sordino.cli.sweep import add_keys, add_payment, check_device, check_payment
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 
@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
         "compare methods under exactly equal budgets, and write a report",
         "sordino compare --methods dp-fedgd,dp-fedsofim,auto --epsilons 2,8 --seeds 3\n"
         "sordino compare --data features.npz --methods paper,auto --epsilons 0.5,1,5,10 --tune --device cuda\n"
+        "sordino compare --methods auto,dp-fedgd,dp-fedadam --epsilons 1,4 --tune --charge-tuning count --paid-runs 8\n"
         "sordino compare --methods dp-fedsofim,dp-fedsofim:apply_to=momentum --epsilons 8 --ablation --sensitivity\n"
         "sordino compare --methods all --epsilons 4,inf --settings results/settings.json --out runs/all\n"
         "sordino compare --data stays.csv --schema schema.toml --methods auto,dp-fedadam --metric mae",
@@ -61,11 +62,15 @@ def add(commands: Any) -> None:
         help="number of Optuna trials per method and budget (default: 64)",
     )
     parser.add_argument(
-        "--preset", default="paper-fine", metavar="NAME", help="grid to tune over (default: paper-fine)"
+        "--preset",
+        default="paper-fine",
+        metavar="NAME",
+        help="grid to tune over: paper-coarse, paper-fine or steps (default: paper-fine)",
     )
     parser.add_argument(
         "--tune-round", type=int, metavar="N", help="choose settings by the metric after round N (default: the last)"
     )
+    add_payment(parser, "add rows that are tuned within the budget, and how that is paid for", "8")
     parser.add_argument("--settings", metavar="FILE", help="settings.json of an earlier comparison, instead of tuning")
     parser.add_argument(
         "--only-tune", action="store_true", help="stop after tuning; the chosen settings are in settings.json"
@@ -105,11 +110,31 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError(f"--tune-round: {arguments.tune_round} must be at least 1.")
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
+    check_payment(arguments)
+    if arguments.charge_tuning != "no" and (arguments.only_tune or arguments.tune_round is not None):
+        other = "only-tune" if arguments.only_tune else "tune-round"
+        raise SordinoError(
+            f"--{other}: a search within the budget chooses by the last round and hands out its model; leave out "
+            f"--{other} or --charge-tuning."
+        )
     metric = compare.check_metric(arguments.metric, base)
     who = compare.contestants(arguments.methods.split(","), base)
     epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
     if not seeds:
         raise SordinoError(f"--seeds: {arguments.seeds} must be at least 1.")
+    paid: list[compare.PaidSearch] = []
+    if arguments.charge_tuning != "no":
+        paid = compare.paid_lineup(
+            who,
+            base,
+            epsilons,
+            seeds,
+            arguments.charge_tuning,
+            grid=arguments.preset,
+            runs=arguments.paid_runs or compare.PAID_RUNS,
+            public=arguments.public,
+            metric=metric,
+        )
     tuned = ["settings.json"] if arguments.tune or arguments.only_tune else []
     check_out(out, *tuned, *([] if arguments.only_tune else ["compare.json"]))
     out.mkdir(parents=True, exist_ok=True)
@@ -139,13 +164,16 @@ def act(arguments: argparse.Namespace) -> int:
             if not added:
                 raise SordinoError(f"--of: '{of}' is not among the methods; name a label such as {who[0].label}.")
             runs = [*runs, *added]
-    with bar("runs", len(runs)) as tick:
+    labels = [each.label for each in who]
+    labels[:-1] += dict.fromkeys(search.label for search in paid)
+    with bar("runs", len(runs) + len(paid)) as tick:
         document = compare.document(
             runs,
             base=base,
             tuning=tuning,
             command="sordino " + " ".join(map(shlex.quote, sys.argv[1:])),
-            pairs=_pairs(arguments.pairs, [each.label for each in who]),
+            pairs=_pairs(arguments.pairs, labels),
+            paid=paid,
             metric=metric,
             device=arguments.device,
             tick=tick,
@@ -156,6 +184,8 @@ def act(arguments: argparse.Namespace) -> int:
         page, last = console(), report.by_metric(document) or report.final(document)
         table(last.head, [[cell.text for cell in row] for row in last.rows])
         page.print(f"tuning: {document['tuning']['paid']}", markup=False)
+        for sentence, methods in report.within_budget(document).items():
+            page.print(f"tuned within the budget ({', '.join(methods)}): {sentence}", markup=False)
         page.print(f"written to {out}: compare.json, {', '.join(path.name for path in written[:2])}", markup=False)
     return 0
 

@@ -33,7 +33,11 @@ def add(commands: Any) -> None:
     )
     add_keys(parser)
     parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B,…", help="values to try for one key")
-    parser.add_argument("--preset", metavar="NAME", help="paper-coarse or paper-fine: the method's grid in the papers")
+    parser.add_argument(
+        "--preset",
+        metavar="NAME",
+        help="paper-coarse or paper-fine: the method's grid in the papers; steps: five step sizes around the default",
+    )
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per setting (default: 1)")
     parser.add_argument("--metric", metavar="NAME", help=METRIC_HELP)
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
@@ -46,18 +50,39 @@ def add(commands: Any) -> None:
         metavar="PART",
         help="share of the training records used for validation (default: 0.1)",
     )
+    add_payment(parser, "how tuning is paid for", "all settings; stopping: 16")
+    add_device(parser)
+    parser.add_argument("--out", metavar="DIR", help="folder for sweep.json")
+    add_json(parser)
+
+
+def add_payment(parser: argparse.ArgumentParser, what: str, runs: str) -> None:
+    """The flags of a search within the budget."""
     parser.add_argument(
-        "--charge-tuning",
-        default="no",
-        metavar="HOW",
-        help=f"how tuning is paid for: {', '.join(PAY)} (docs/how-to/tune.md)",
+        "--charge-tuning", default="no", metavar="HOW", help=f"{what}: {', '.join(PAY)} (docs/how-to/tune.md)"
     )
     parser.add_argument(
         "--public", metavar="FILE", help="public records that score the settings (with --charge-tuning public)"
     )
-    add_device(parser)
-    parser.add_argument("--out", metavar="DIR", help="folder for sweep.json")
-    add_json(parser)
+    parser.add_argument(
+        "--paid-runs",
+        type=int,
+        metavar="N",
+        help="runs of a paid search, with settings drawn at random from the grid; stopping: runs expected "
+        f"(default: {runs})",
+    )
+
+
+def check_payment(arguments: argparse.Namespace) -> None:
+    """Refuse words and combinations that do not make a paid search, before any work."""
+    if arguments.charge_tuning not in PAY:
+        raise SordinoError(f"--charge-tuning: '{arguments.charge_tuning}' is unknown; one of {', '.join(PAY)}.")
+    if (arguments.charge_tuning == "public") != bool(arguments.public):
+        raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
+    if arguments.paid_runs is not None and arguments.charge_tuning == "no":
+        raise SordinoError("--paid-runs: nothing is paid for; add --charge-tuning, or leave it out.")
+    if arguments.paid_runs is not None and arguments.paid_runs < 1:
+        raise SordinoError(f"--paid-runs: {arguments.paid_runs} must be at least 1.")
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
@@ -83,19 +108,19 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.studies import grids, sweep
 
     values, out = read_keys(arguments), Path(arguments.out) if arguments.out else None
-    if arguments.charge_tuning not in PAY:
-        raise SordinoError(f"--charge-tuning: '{arguments.charge_tuning}' is unknown; one of {', '.join(PAY)}.")
+    check_payment(arguments)
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     if arguments.storage and not re.match(r"[a-z0-9+]+://", arguments.storage):
         raise SordinoError(f"--storage: '{arguments.storage}' is not the URL of a database; write sqlite:///FILE.db.")
-    if (arguments.charge_tuning == "public") != bool(arguments.public):
-        raise SordinoError("--public: give it together with --charge-tuning public, and only then.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
     if out:
         check_out(out, "sweep.json")
         out.mkdir(parents=True, exist_ok=True)
-    total = {"grid": grids.size(grid) * arguments.seeds, "optuna": arguments.trials}.get(arguments.search)
+    size = grids.size(grid)
+    total = {"grid": min(arguments.paid_runs or size, size) * arguments.seeds, "optuna": arguments.trials}.get(
+        arguments.search
+    )
     hidden = arguments.charge_tuning == "stopping"  # the number of runs is a secret
     with nullcontext(lambda runs: None) if hidden else bar("settings", total) as tick:
         if arguments.charge_tuning == "no":
@@ -119,6 +144,7 @@ def act(arguments: argparse.Namespace) -> int:
                 public=arguments.public,
                 validation=arguments.validation,
                 metric=arguments.metric,
+                runs=arguments.paid_runs,
                 device=arguments.device,
                 out=out,
                 tick=tick,

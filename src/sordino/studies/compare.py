@@ -3,8 +3,9 @@
 Each method is tuned once per budget, by a metric of its last round on validation records: accuracy for classes, R² for
 quantities, explained deviance for counts and concordance for survival, or the one that is asked for. The same setting
 serves the results of all rounds; another round to tune for can be named (`tune_round`). A grid whose best value lies on
-its edge is extended. A seed changes partition and noise. `report` turns the document into a page, Markdown
-and figures.
+its edge is extended. Nobody pays for that. A method may have a second row, tuned within the budget: one private search
+per seed, whose (epsilon, delta) covers all its runs and the choice (`private_tuning`). A seed changes partition and
+noise. `report` turns the document into a page, Markdown and figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.settings import parse_setting
 from sordino.studies import curves, private_tuning
-from sordino.studies.grids import UNTUNED, preset
+from sordino.studies.grids import UNTUNED, Grid, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
@@ -56,6 +57,8 @@ PAPER = (
 RIVAL, SHARE = "dp-fedgd", 0.95  # the report counts the rounds until this share of this method's last accuracy
 FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0)  # times a tuned step size: how much does it matter?
 MEMORIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
+WITHIN = "{}, tuned within the budget"  # the label of the row of a paid search
+PAID_RUNS = 8  # of a paid search; more settings leave less of the budget for each
 EXTENSIONS = 4  # times that a grid is extended where its best value lies on an edge
 Tick = Callable[[int], None]
 
@@ -149,15 +152,8 @@ def settle(
     """
     cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
-        at = each.values(base, 1.0)
         for epsilon in epsilons:
-            tried = {
-                key: tuple(
-                    value for value in values if _proved({**at, key: value})
-                )  # for example not K > 1 if the server sees only sums
-                for key, values in preset(grid, each.method, epsilon).items()
-                if key not in each.options
-            }
+            tried = _tried(each, base, epsilon, grid)
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     tunable = [case for case in cases if case[2].grid]
     dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
@@ -187,6 +183,16 @@ def settle(
     }
 
 
+def _tried(who: Contestant, base: dict[str, Any], epsilon: float, grid: str) -> Grid:
+    """The values of a preset that are proved in this setting: for example no K > 1 if the server sees only sums."""
+    at = who.values(base, 1.0)
+    return {
+        key: tuple(value for value in values if _proved({**at, key: value}))
+        for key, values in preset(grid, who.method, epsilon).items()
+        if key not in who.options
+    }
+
+
 def extended(settings: Sequence[dict[str, Any]]) -> str:
     """Which grids were extended, in words; empty if none was."""
     grown = dict.fromkeys(f"{each['method']} ({key})" for each in settings for key in each.get("added", ()))
@@ -198,6 +204,87 @@ def extended(settings: Sequence[dict[str, Any]]) -> str:
 
 
 UNTOUCHED = {"how": "none", "paid": "nothing was tuned", "validation": "none", "settings": []}
+
+
+class PaidSearch(NamedTuple):
+    """A search within the budget of one run, and its place in the document."""
+
+    label: str
+    beside: str  # the label of the row that it stands beside
+    values: dict[str, Any]
+    grid: Grid
+    how: str  # one of `private_tuning.SELECTIONS`
+    runs: int
+    public: str | None = None
+
+    def command(self) -> str:
+        """The `sordino sweep` command for the same search."""
+        run = as_command(Spec.of(self.values)).replace("sordino run", "sordino sweep", 1)
+        listed = {key: ",".join(map(as_word, values)) for key, values in self.grid.items()}
+        grids = [f"--grid {shlex.quote(f'{key}={values}')}" for key, values in listed.items()]
+        public = [f"--public {shlex.quote(self.public)}"] if self.public else []
+        return " ".join([run, *grids, f"--charge-tuning {self.how}", f"--paid-runs {self.runs}", *public])
+
+
+def paid_lineup(
+    who: Sequence[Contestant],
+    base: dict[str, Any],
+    epsilons: Sequence[float],
+    seeds: Sequence[int],
+    how: str,
+    *,
+    grid: str = "paper-fine",
+    runs: int = PAID_RUNS,
+    public: str | None = None,
+    metric: str | None = None,
+) -> list[PaidSearch]:
+    """One search per tunable method, finite budget and seed, checked before anything is trained.
+
+    Args:
+        who: The methods. Those without a grid have no such row.
+        base: The keys that all runs share.
+        epsilons: The budgets. Without noise there is nothing to pay, and no row.
+        seeds: As in `lineup`. Each seed makes a search of its own.
+        how: How the search is paid for.
+        grid: The preset that settings are drawn from. It is not extended, because that would look at the data.
+        runs: Runs of each search; for random stopping, the expected number.
+        public: A file of public records, for `how = public`.
+        metric: What the comparison ranks by; None for that of the task.
+
+    Returns:
+        The searches.
+
+    Raises:
+        SordinoError: The cost of such a search is not proved, the metric is not that of the task, the public records do
+            not fit, or there is nothing to tune.
+    """
+    searches = []
+    for each in who:
+        for epsilon in filter(math.isfinite, epsilons):
+            if tried := _tried(each, base, epsilon, grid):
+                values = each.values(base, epsilon)
+                private_tuning.check(resolve(Spec.of(values)), tried, how, metric)
+                searches += [
+                    PaidSearch(
+                        WITHIN.format(each.label),
+                        each.label,
+                        {**values, "seed": seed, "split_seed": seed},
+                        tried,
+                        how,
+                        runs,
+                        public,
+                    )
+                    for seed in seeds
+                ]
+    if not searches:
+        raise SordinoError(
+            "--charge-tuning: there is nothing to tune within a budget; name a method that has a grid, and a finite "
+            "epsilon."
+        )
+    first = resolve(Spec.of(searches[0].values))
+    dataset = private_tuning.scoring(first, first.read_data(), public)
+    ranking_metric(metric if how == "public" else "accuracy", task_of_data(dataset))  # refuses a task without it
+    return searches
 
 
 # ----------------------------------------------------------------------------------------------------------- running
@@ -266,12 +353,14 @@ def document(
     command: str,
     printed: Sequence[int] = (),
     pairs: Sequence[tuple[str, str]] = (),
+    paid: Sequence[PaidSearch] = (),
     metric: str | None = None,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
     """Train all runs, and collect what a report needs.
 
+    paid: searches within the budget. Each becomes one more run of the document.
     pairs: labels for McNemar's test, on the first seed; for classes only.
     metric: what to rank by; by default that of the task.
     """
@@ -288,6 +377,10 @@ def document(
         runs.append(_filed(entrant, spec, each, data, client, metric))
         if str(spec.seed) not in partition:
             partition[str(spec.seed)] = _held(data, client, each.plan.clients)
+    for search in paid:
+        above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
+        runs.insert(len(above) - above[::-1].index(True), _paid(search, metric, device))
+        tick(1)
     assert read is not None
     rounds, first = max(len(each.scores) for each in trained), read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
@@ -384,6 +477,40 @@ def _filed(
     return filed if entrant.vary is None else {**filed, "vary": entrant.vary[0], "value": entrant.vary[1]}
 
 
+def _paid(search: PaidSearch, metric: str, device: str) -> dict[str, Any]:
+    """Search within the budget, and file the chosen run.
+
+    The chosen run is repeated with its seed, which gives the same models, to test each of them on the test records. The
+    search itself has seen no test record.
+    """
+    base = resolve(Spec.of(search.values))
+    data = base.read_data()
+    dataset = private_tuning.scoring(base, data, search.public)
+    chosen = private_tuning.search(
+        search.values, search.grid, dataset, search.how, metric=metric, runs=search.runs, device=device
+    )
+    spec = chosen.trained.resolved.spec
+    tested = dataset._replace(x_test=data.x_test, y_test=data.y_test)
+    (trained,) = run_many([spec], tested, device=device, metric=metric)
+    filed = _filed(
+        Entrant(search.label, "comparison", search.values), spec, trained, tested, base.owners(tested), metric
+    )
+    runs = chosen.account.get("runs")  # None: a secret
+    return filed | {
+        "epsilon": chosen.account["epsilon"],
+        "seed": base.seed,
+        "client_epsilon": [chosen.account["epsilon"]] * trained.plan.clients,  # also pays for validation records
+        "seconds": round(filed["seconds"] * (runs or 1), 4),
+        "bytes_up": runs and runs * filed["bytes_up"],
+        "bytes_down": runs and runs * filed["bytes_down"],
+        "command": search.command(),
+        "certificate": private_tuning.certificate_of(
+            chosen, tested=len(data.y_test) if trained.plan.privacy.unit.sizes_public else None
+        ),
+        "tuned_within_budget": {"of": search.beside, **chosen.account},
+    }
+
+
 def _by_class(trained: Trained, dataset: Dataset) -> dict[str, Any]:
     """Which test records are classified correctly, and the share of each class; None for other tasks."""
     if not dataset.classes:
@@ -455,13 +582,16 @@ def as_command(spec: Spec) -> str:
     default, flags = Spec(method=spec.method).values(), []
     for key, value in spec.values().items():
         if key not in ("data", "method", "epsilon", "seed") and default.get(key) != value:
-            flags.append(
-                f"--set {shlex.quote(f'{key}={json.dumps(value) if isinstance(value, list | bool) else value}')}"
-            )
+            flags.append(f"--set {shlex.quote(f'{key}={as_word(value)}')}")
     head = f"sordino run --data {shlex.quote(spec.data)} --method {spec.method}"
     budget = f"--epsilon {spec.epsilon:g}" if spec.noise is None else ""
     seed = [] if spec.seed is None else [f"--seed {spec.seed}"]
     return " ".join([head, budget, *flags, *seed]).replace("  ", " ")
+
+
+def as_word(value: Any) -> str:
+    """A value as the command line reads it."""
+    return json.dumps(value) if isinstance(value, list | bool) else str(value)
 
 
 def frozen(path: Path) -> dict[str, Any]:

@@ -1,5 +1,6 @@
-"""Settings to try: the coarse and fine grids of the papers, and a default grid for other methods.
+"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for other methods.
 
+The preset `steps` is the default grid for all methods: few settings, which a search within the budget can afford.
 The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
 of DP-FedAvg (0.1 here). Its steps for DP-FTRL are far too large under fully accounted noise, so the grid also has those
 of DP-FedGD. The fine grid of DP-FedGD also has steps between 0.1 and 0.3, where the printed one has none. For small
@@ -88,7 +89,7 @@ FINE: dict[str, Grid] = {
     },
 }
 
-PRESETS = {"paper-coarse": COARSE, "paper-fine": FINE}
+PRESETS: dict[str, dict[str, Grid]] = {"paper-coarse": COARSE, "paper-fine": FINE, "steps": {}}
 UNTUNED = ("auto",)  # its settings follow from public facts
 SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a paper adds up to an epsilon
     "dp-fedsofim": (
@@ -117,6 +118,8 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
     Example:
         >>> preset("paper-fine", "dp-fedsofim", 1.0)["bias_correction"]
         (False, True)
+        >>> preset("steps", "dp-fedgd")
+        {'lr': (0.125, 0.5, 2.0, 8.0, 32.0)}
     """
     check_known("preset", name, PRESETS)
     if method in UNTUNED:

@@ -15,26 +15,31 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from sordino.core import Privacy, Trust, Unit
-from sordino.data.sources import Dataset
+from sordino.data.sources import Dataset, load
 from sordino.data.splits import generator
 from sordino.errors import SordinoError, check_known
+from sordino.evidence.certificate import certificate, of_runs
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection
 from sordino.privacy.mechanisms.random import Address, source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.studies.grids import Grid, product
+from sordino.studies.tune import validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.evaluate import task_of_data
 from sordino.training.metrics import goodness, ranking_metric
-from sordino.training.resolved import resolve
+from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
+from sordino.version import __version__
 
 SELECTIONS = ("public", "count", "stopping")
+EXPECTED_RUNS = 16.0  # of random stopping, where no number is given
 SCORES = 2**16 - 2  # the query number under which counts are noised
 UNPAID = "not paid for: the settings were chosen on validation records, and no budget covers that choice"
 
@@ -45,34 +50,30 @@ class Chosen(NamedTuple):
     account: dict[str, Any]  # the guarantee and how it was met; public
 
 
-def search(
-    values: dict[str, Any],
-    grid: Grid,
-    dataset: Dataset,
-    how: str,
-    *,
-    metric: str | None = None,
-    mean: float = 16.0,
-    device: str = "cpu",
-    tick: Callable[[int], None] = lambda runs: None,
-) -> Chosen:
-    """Choose among the grid's settings within the (epsilon, delta) of `values`.
+def check(base: ResolvedSpec, grid: Grid, how: str, metric: str | None = None) -> None:
+    """Refuse a search whose cost is not proved, before anything is trained.
 
-    dataset: its test part scores the runs. It holds public records for `public`, else validation records
-      (`tune.validated`).
-    metric: what public records score the runs by. Counts of correct records are accuracy, and no other metric has
-      their sensitivity of 1.
-    mean: expected number of runs, for `stopping`.
+    Args:
+        base: The run, without the options of the grid.
+        grid: The values to try.
+        how: One of `SELECTIONS`.
+        metric: What the runs are ranked by; None for that of the task.
+
+    Raises:
+        SordinoError: The search cannot be paid for.
+
+    Example:
+        >>> check(resolve(Spec.of({"method": "dp-fedgd", "epsilon": "inf"})), {"lr": (1.0, 2.0)}, "count")
+        Traceback (most recent call last):
+        sordino.errors.SordinoError: epsilon: private tuning needs a budget; give a finite epsilon.
     """
     check_known("charge-tuning", how, SELECTIONS)
+    privacy = base.privacy
     if how != "public" and metric not in (None, "accuracy"):
         raise SordinoError(
             f"--metric: --charge-tuning {how} chooses by noisy counts of correct records, whose sensitivity is 1, and "
             f"not by {metric}; use accuracy, or --charge-tuning public."
         )
-    metric = ranking_metric(metric if how == "public" else "accuracy", task_of_data(dataset))
-    base = resolve(Spec.of(values))
-    privacy, settings = base.privacy, list(product(grid))
     if not math.isfinite(privacy.epsilon) or base.noise is not None:
         raise SordinoError("epsilon: private tuning needs a budget; give a finite epsilon.")
     if how != "public" and privacy.unit is Unit.CLIENT:
@@ -96,10 +97,60 @@ def search(
     if privacy.client_epsilon:
         raise SordinoError("client_epsilon: private tuning has one budget for all clients; leave it out.")
     if how == "stopping":
-        settings, account, mu = _random(settings, privacy, mean, base.seed)
+        selection.assumption(privacy.trust)
+
+
+def scoring(base: ResolvedSpec, dataset: Dataset, public: str | None, validation: float = 0.1) -> Dataset:
+    """The data of a search. Its test part scores the runs: the records of the file `public`, or else a part of the
+    training records, on which no run trains then."""
+    if public is None:
+        return validated(dataset, validation)
+    if Path(public).resolve() == Path(base.source.name).resolve():
+        raise SordinoError(f"--public: '{public}' is the private data; give a file of public records.")
+    other = load(
+        public,
+        label=base.source.label,
+        public_stats=base.source.public_stats,
+        normalize=base.source.normalize,
+    )
+    if other.classes != dataset.classes or other.x_train.shape[1] != dataset.x_train.shape[1]:
+        raise SordinoError(f"--public: '{public}' has other features or classes than the data; use the same ones.")
+    return dataset._replace(x_test=other.x_train, y_test=other.y_train)
+
+
+def search(
+    values: dict[str, Any],
+    grid: Grid,
+    dataset: Dataset,
+    how: str,
+    *,
+    metric: str | None = None,
+    runs: int | None = None,
+    device: str = "cpu",
+    tick: Callable[[int], None] = lambda runs: None,
+) -> Chosen:
+    """Choose among the grid's settings within the (epsilon, delta) of `values`.
+
+    dataset: its test part scores the runs. It holds public records for `public`, else validation records
+      (`scoring`).
+    metric: what public records score the runs by. Counts of correct records are accuracy, and no other metric has
+      their sensitivity of 1.
+    runs: so many settings of the grid are tried, drawn at random without looking at the data (default: all). For
+      `stopping`, the expected number of runs (default: `EXPECTED_RUNS`).
+    """
+    base = resolve(Spec.of(values))
+    check(base, grid, how, metric)
+    if runs is not None and runs < 1:
+        raise SordinoError(f"--paid-runs: {runs} must be at least 1.")
+    metric = ranking_metric(metric if how == "public" else "accuracy", task_of_data(dataset))
+    privacy, settings = base.privacy, list(product(grid))
+    if how == "stopping":
+        settings, account, mu = _random(settings, privacy, runs or EXPECTED_RUNS, base.seed)
     else:
+        listed, settings = len(settings), _drawn(settings, runs, base.seed)
         mu = selection.each(gaussian.mu(privacy.epsilon, privacy.delta), len(settings))
-        account = {"runs": len(settings), "sentence": _sentence(how, len(settings))}
+        sentence = _sentence(how, len(settings), listed)
+        account = {"runs": len(settings), "settings": listed, "sentence": sentence}
     # The epsilon of one run, at the same delta, that has exactly this mu.
     epsilon_per_run = gaussian.epsilon(mu, privacy.delta)
     specs = [
@@ -135,9 +186,22 @@ def _seed(first: int | None, number: int) -> int | None:
     return None if first is None else first + 1000 * number
 
 
-def _sentence(how: str, runs: int) -> str:
+def _drawn(settings: list[dict[str, Any]], runs: int | None, seed: int | None) -> list[dict[str, Any]]:
+    """So many of the settings, at random, in their order. The draw does not depend on the data, so it costs nothing."""
+    if runs is None or runs >= len(settings):
+        return settings
+    places = range(len(settings))
+    if seed is None:
+        picks = secrets.SystemRandom().sample(places, runs)
+    else:
+        picks = generator(seed, "settings").permutation(places)[:runs].tolist()
+    return [settings[i] for i in sorted(picks)]
+
+
+def _sentence(how: str, runs: int, listed: int) -> str:
     by = "public records" if how == "public" else "noisy counts of correct validation records, which are paid for too"
-    return f"paid for: {runs} runs within the one budget, each with 1/√{runs} of its μ, chosen by {by}"
+    part = f" ({runs} of {listed} settings, drawn at random)" if runs < listed else ""
+    return f"paid for: {runs} runs within the one budget{part}, each with 1/√{runs} of its μ, chosen by {by}"
 
 
 def _random(
@@ -157,3 +221,38 @@ def _random(
         "sentence": "paid for: a random number of runs, of which only the best is shown (random stopping)",
     }
     return chosen, account, selection.calibrate(law, privacy.epsilon, privacy.delta)
+
+
+def certificate_of(chosen: Chosen, *, tested: int | None = None) -> dict[str, Any]:
+    """The certificate of a whole search: of all its runs, where they are visible.
+
+    Args:
+        chosen: The result of `search`.
+        tested: How many records the chosen model was tested on.
+
+    Returns:
+        The certificate. It is not certified where it cannot recompute what the search spent.
+    """
+    account = chosen.account
+    cert = certificate(
+        chosen.trained.plan,
+        source(chosen.trained.resolved.seed),
+        version=__version__,
+        spec_sha256=chosen.trained.resolved.spec.sha256(),
+        tested=tested,
+        tuning=account["sentence"],
+        assumes=[account["assumes"]] if "assumes" in account else [],
+    )
+    if "runs" in account:
+        cert = of_runs(cert, account["runs"])
+        if (cert["epsilon"] or math.inf) > account["epsilon"] * (1 + 1e-6):
+            raise SordinoError(f"epsilon: the search spent {cert['epsilon']}, more than {account['epsilon']:g}.")
+        if (cert["epsilon"] or math.inf) < account["epsilon"] * (1 - 1e-4):
+            most = f"up to ε = {account['epsilon']:g}"
+            why = f"the chosen run spent less than other runs may have, and than their scores did: {most}"
+            cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
+    else:
+        promise = f"ε = {account['epsilon']:g} at δ = {account['delta']:g}"
+        why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
+        cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
+    return cert

@@ -319,6 +319,7 @@ def costs(document: Document) -> Table:
         )
     note = (
         "Bytes of one client; seconds of the whole simulation, mean ± standard deviation over all runs of the method."
+        + " Rows tuned within the budget count all runs of a search." * bool(within_budget(document))
     )
     head = ["method", "bytes up per round", "down per round", "up in all", "down in all", "seconds per run"]
     return Table(head, rows, note)
@@ -468,8 +469,34 @@ def tuning(document: Document) -> Table | None:
         ]
         for choice in document["tuning"]["settings"]
     ]
+    rows += _paid_choices(document)
     shown = "accuracy, %" if metric == "accuracy" else NAMES[metric]
     return Table(["method", "ε", "chosen", f"validation {shown}", "tried"], rows) if rows else None
+
+
+def _paid_choices(document: Document) -> list[list[TableCell]]:
+    """The settings of rows that are tuned within the budget: one choice per seed."""
+    runs = [run for run in of_group(document) if "tuned_within_budget" in run]
+    rows = []
+    for epsilon in epsilons(runs):
+        for name, some in by_label(runs, epsilon).items():
+            chosen = "; ".join(f"{_options(run['options']) or 'defaults'} (seed {run['seed']})" for run in some)
+            tried = some[0]["tuned_within_budget"].get("runs", "random")
+            rows.append([*map(TableCell, (name, named(epsilon), chosen, NONE, str(tried)))])
+    return rows
+
+
+def within_budget(document: Document) -> dict[str, list[str]]:
+    """How rows that are tuned within the budget are paid for, and of which methods; empty where there are none."""
+    rows: dict[str, list[str]] = {}
+    for run in of_group(document):
+        if "tuned_within_budget" in run:
+            methods, label = (
+                rows.setdefault(run["tuned_within_budget"]["sentence"], []),
+                run["tuned_within_budget"]["of"],
+            )
+            methods += [] if label in methods else [label]
+    return rows
 
 
 def _validation(metric: str, value: float | None) -> str:
@@ -494,13 +521,15 @@ def summary(document: Document) -> list[str]:
     runs, data, setting = of_group(document), document["data"], document["setting"]
     seeds, rounds = sorted({run["seed"] for run in runs}), max(len(series(run)) for run in runs)
     partition = f" (partition {setting['partition']})" if setting.get("partition") else ""
+    methods = labels([run for run in runs if "tuned_within_budget" not in run])
     compared = (
-        f"{_several(len(labels(runs)), 'method')} on {data['name']}: {data['train']:,} training and "
+        f"{_several(len(methods), 'method')} on {data['name']}: {data['train']:,} training and "
         f"{data['test']:,} test records, {data['features']} features, {_task(data)}, "
         f"{_several(data['clients'], 'client')}{partition}, {_several(rounds, 'round')}, "
         f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
-    return [compared, _promise(document), _certified(document), _tuned(document["tuning"]), _best(document)]
+    tuned = [_tuned(document["tuning"]), *_tuned_within(document)]
+    return [compared, _promise(document), _certified(document), *tuned, _best(document)]
 
 
 def _task(data: Document) -> str:
@@ -546,6 +575,17 @@ def _tuned(tuned: Document) -> str:
         return "Tuning: nothing was tuned."
     words = (f"Tuning: {tuned['how']}", tuned.get("paid"), tuned.get("validation"))
     return " ".join(_sentence(part) for part in words if part)
+
+
+def _tuned_within(document: Document) -> list[str]:
+    """What rows that are tuned within the budget promise, and how many settings they tried; [] without such rows."""
+    paid = [f"{sentence} ({', '.join(methods)})" for sentence, methods in within_budget(document).items()]
+    if not paid:
+        return []
+    return [
+        "Rows tuned within the budget: each seed makes a search of its own, and the ε at the head of the column covers "
+        f"every run of it, the choice and the chosen model. {' '.join(map(_sentence, paid))}"
+    ]
 
 
 def _best(document: Document) -> str:

@@ -9,12 +9,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sordino.data.sources import load
 from sordino.errors import SordinoError
-from sordino.evidence.certificate import certificate, finite, of_runs
+from sordino.evidence.certificate import finite
 from sordino.evidence.signing import sha256
 from sordino.evidence.statement import issue
-from sordino.privacy.mechanisms.random import source
 from sordino.settings import parse_setting
 from sordino.studies import private_tuning
 from sordino.studies.compare import as_command
@@ -132,47 +130,20 @@ def paid(
     public: str | None = None,
     validation: float = 0.1,
     metric: str | None = None,
+    runs: int | None = None,
     device: str = "cpu",
     out: Path | None = None,
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
-    """Tune privately within the budget. With `out`, write the chosen run's model, certificate and statement there."""
+    """Tune privately within the budget. With `out`, write the chosen run's model, certificate and statement there.
+
+    runs: see `private_tuning.search`.
+    """
     base = resolve(Spec.of({**values, **next(product(grid))}))
     base.check_certifiable()
-    dataset = base.read_data()
-    if public is not None:
-        if Path(public).resolve() == Path(base.source.name).resolve():
-            raise SordinoError(f"--public: '{public}' is the private data; give a file of public records.")
-        other = load(
-            public,
-            label=base.source.label,
-            public_stats=base.source.public_stats,
-            normalize=base.source.normalize,
-        )
-        if other.classes != dataset.classes or other.x_train.shape[1] != dataset.x_train.shape[1]:
-            raise SordinoError(f"--public: '{public}' has other features or classes than the data; use the same ones.")
-        dataset = dataset._replace(x_test=other.x_train, y_test=other.y_train)
-    else:
-        dataset = validated(dataset, validation)
-    chosen = private_tuning.search(values, grid, dataset, how, metric=metric, device=device, tick=tick)
-    cert = certificate(
-        chosen.trained.plan,
-        source(base.seed),
-        version=__version__,
-        spec_sha256=chosen.trained.resolved.spec.sha256(),
-        tuning=chosen.account["sentence"],
-        assumes=[chosen.account["assumes"]] if "assumes" in chosen.account else [],
-    )
-    if "runs" in chosen.account:
-        cert = of_runs(cert, chosen.account["runs"])
-        if (cert["epsilon"] or math.inf) < chosen.account["epsilon"] * (1 - 1e-4):
-            most = f"up to ε = {chosen.account['epsilon']:g}"
-            why = f"the chosen run spent less than other runs may have, and than their scores did: {most}"
-            cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
-    else:
-        promise = f"ε = {chosen.account['epsilon']:g} at δ = {chosen.account['delta']:g}"
-        why = f"the search keeps {promise} by random stopping, which this certificate, of one run, does not recompute"
-        cert |= {"certified": False, "reasons": [*cert["reasons"], why]}
+    dataset = private_tuning.scoring(base, base.read_data(), public, validation)
+    chosen = private_tuning.search(values, grid, dataset, how, metric=metric, runs=runs, device=device, tick=tick)
+    cert = private_tuning.certificate_of(chosen)
     if out:
         path = out / "model.safetensors"
         save_model(path, chosen.trained.resolved, dataset, chosen.trained.model, chosen.trained.theta)

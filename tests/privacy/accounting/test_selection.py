@@ -357,8 +357,6 @@ def test_a_search_from_a_seed_says_that_it_is_not_private(how):
         "trust": "trusted-server",
     }
     for seed, private in ((1, False), ("none", True)):
-        found = private_tuning.search(
-            {**base, "seed": seed}, {"lr": (0.5, 1.0)}, validated(small), how, mean=2.0
-        ).account
+        found = private_tuning.search({**base, "seed": seed}, {"lr": (0.5, 1.0)}, validated(small), how, runs=2).account
         assert found["private"] is private
         assert ("why_not_private" in found) is not private
