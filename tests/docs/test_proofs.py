@@ -28,7 +28,7 @@ from sordino.models import arithmetic, outer, per_example, torch_model
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear
 from sordino.models.tally import person_means
-from sordino.privacy.accounting import allocation, concentrated, cover, gaussian, selection, subsampled
+from sordino.privacy.accounting import allocation, concentrated, correlated, cover, gaussian, selection, subsampled
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.subsampled import SampledGaussian
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
@@ -579,6 +579,33 @@ def test_a_unit_moves_an_encoded_stream_by_the_sum_of_its_columns():
             keep = np.isin(np.arange(12), rounds)[:, None]
             found.append(np.linalg.norm(noise.encoder @ (moves * keep)) / noise.sensitivity(rounds))
     assert 0.95 < max(found) <= 1 + 1e-12
+
+
+def test_sites_whose_factors_differ_keep_to_the_largest_of_their_sensitivities():
+    """Lemma 28, for the worst signs and random directions; 5 % below the largest sensitivity is found false."""
+    rng, rounds, found = np.random.default_rng(28), 7, list[float]()
+    for trial in range(30):
+        band = int(rng.integers(1, 5))
+        if trial % 2:  # of the library, for other servers
+            sites = [correlated.banded(rounds, band, *rng.uniform(0, 0.99, 2)) for _ in range(3)]
+        else:
+            encoders = [np.tril(rng.random((rounds, rounds))) + np.eye(rounds) for _ in range(3)]
+            sites = [Correlated(encoder, np.linalg.inv(encoder)) for encoder in encoders]
+        shares = rng.dirichlet(np.ones(3))
+        covariance = sum(w * site.decoder @ site.decoder.T for w, site in zip(shares, sites, strict=True))
+        inverse = np.linalg.inv(covariance)
+        taken = np.flatnonzero(rng.random(rounds) < 0.6)
+        moves = [np.array(signs)[:, None] for signs in itertools.product((-1.0, 1.0), repeat=len(taken))]
+        some = rng.normal(size=(20, len(taken), 2))
+        moves += list(some / np.linalg.norm(some, axis=2, keepdims=True))
+        reached = max(math.sqrt(np.trace(x.T @ inverse[np.ix_(taken, taken)] @ x)) for x in moves)
+        bound = max(site.sensitivity(taken) for site in sites)
+        assert reached <= bound * (1 + 1e-9)
+        found.append(reached / bound if len(taken) else 0.0)
+        apart = np.arange(0, rounds, band)
+        if trial % 2:
+            assert max(site.sensitivity(apart) for site in sites) == pytest.approx(math.sqrt(len(apart)), rel=1e-12)
+    assert max(found) > 0.95
 
 
 def test_the_rows_of_an_own_stream_are_one_release_of_their_covariance():

@@ -160,10 +160,11 @@ def test_stages_streams_and_lemmas_are_told_and_confirmed():
         assert "by lemma: a small step" in statement(cert)
 
 
+FITTED = {"mechanism": "banded", "band": 2, "momentum": 0.9, "weight_decay": 0.1}
 STREAMS = [
     ("record", "untrusted-server", "full", {}, None),
     ("record", "untrusted-server", "cyclic:2", {"restart": 2, "honaker": "none"}, None),
-    ("record", "secure-aggregation", "cyclic:2", {"mechanism": "banded", "band": 2}, 3),
+    ("record", "secure-aggregation", "cyclic:2", FITTED, 3),
     ("client", "secure-aggregation", "cyclic:4", {"mechanism": "banded", "band": 2}, None),
     ("client", "trusted-server", "fixed:2", {"mechanism": "schedule", "momentum": 0.5}, 4),
 ]

@@ -94,7 +94,7 @@ MASKED = [
     ("dp-fedavg", {"noise_at": "final", "steps": 2}),
     ("dp-fednew-fc", {"duals": False}),
     ("dp-ftrl", {}),
-    ("dp-ftrl", {"mechanism": "banded", "band": 3}),
+    ("dp-ftrl", {"mechanism": "banded", "band": 3, "momentum": 0.5, "weight_decay": 0.1}),
     ("dp-ftrl", INVERSE_ROOT),
 ]
 

@@ -6,7 +6,7 @@ import torch
 
 from sordino.core import Facts, Rule
 from sordino.errors import SordinoError
-from sordino.rules import adam, average, chain, ema, fisher, heavy_ball, scale, yogi
+from sordino.rules import adam, average, chain, ema, fisher, heavy_ball, scale, shrink, yogi
 from sordino.rules.basic import stateless
 from sordino.tree import tree_map
 
@@ -18,6 +18,7 @@ RULES = {
     "ema": lambda: ema(0.8),
     "ema, corrected": lambda: ema(0.8, bias_correction=True),
     "heavy ball": lambda: heavy_ball(0.8),
+    "weight decay": lambda: chain(scale(-0.3), shrink(0.1)),
     "heavy ball, restarted": lambda: heavy_ball(0.8, restart=4),
     "average": lambda: average(0.5),
     "fisher": lambda: fisher(rho=0.5, beta=0.8),
@@ -212,3 +213,5 @@ def test_an_ema_that_forgets_nothing_is_refused():
         ema(1.0)
     with pytest.raises(SordinoError, match=r"momentum: 1.0 must lie in \[0, 1\)"):
         heavy_ball(1.0)
+    with pytest.raises(SordinoError, match=r"weight_decay: 1.0 must lie in \[0, 1\)"):
+        shrink(1.0)

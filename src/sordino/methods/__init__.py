@@ -211,7 +211,7 @@ REGISTRY: dict[str, MethodEntry] = {
             clips="clip",
             counts="restart band inverse_band",
             step_sizes="lr",
-            weights="momentum tail",
+            weights="momentum weight_decay tail",
             choices="mechanism honaker",
         ),
     ),

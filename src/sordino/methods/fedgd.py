@@ -13,7 +13,7 @@ from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.clipping import adaptive_clip
-from sordino.rules import average, chain, scale
+from sordino.rules import average, chain, scale, shrink
 from sordino.rules.basic import check_above_zero
 
 
@@ -22,10 +22,16 @@ def gradient(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tenso
 
 
 def server_gradient(
-    name: str, unit: Unit, clip: float, lr: float | Tensor, rules: tuple[Rule, ...], tail: float
+    name: str,
+    unit: Unit,
+    clip: float,
+    lr: float | Tensor,
+    rules: tuple[Rule, ...],
+    tail: float,
+    weight_decay: float = 0.0,
 ) -> Method:
-    """Gradients in, `rules` and a step of `lr` on the server. Proved under every trust model: each round's release
-    depends on the past through broadcast models alone, and rules only post-process it."""
+    """Gradients in, `rules`, a step of `lr` and weight decay on the server. Proved under every trust model: a round's
+    release depends on the past through broadcast models alone, and rules only post-process it."""
     if not isinstance(lr, Tensor) and not lr > 0:
         raise SordinoError(f"lr: {lr} must be above 0.")
     check_above_zero(clip=clip)
@@ -36,7 +42,8 @@ def server_gradient(
         if unit is Unit.RECORD
         else (Query(Kind.GRADIENT, math.inf, noise=None), Query(Kind.DELTA, clip))
     )
-    rule = chain(*rules, scale(-lr), *([average(tail)] if tail else []))
+    last = ([shrink(weight_decay)] if weight_decay else []) + ([average(tail)] if tail else [])
+    rule = chain(*rules, scale(-lr), *last)
     return Method(name, unit, (Stage(Local(gradient), rule, answers),), frozenset((unit, trust) for trust in Trust))
 
 

@@ -25,7 +25,16 @@ MECHANISMS = ("auto", "tree", "inverse-root", "banded", "schedule", "independent
 ESTIMATES = ("full", "below", "none")
 
 
-def stream(mechanism: str, estimate: str, restart: int, band: int, rounds: int, inverse_band: int = 128) -> Noise:
+def stream(
+    mechanism: str,
+    estimate: str,
+    restart: int,
+    band: int,
+    rounds: int,
+    inverse_band: int = 128,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+) -> Noise:
     """The factors for so many rounds."""
     long = rounds > correlated.MOST_CORRELATED_ROUNDS
     if mechanism == "inverse-root" or (mechanism == "auto" and long):
@@ -35,7 +44,7 @@ def stream(mechanism: str, estimate: str, restart: int, band: int, rounds: int, 
     if mechanism == "independent":
         return correlated.independent(rounds)
     if mechanism == "banded":
-        return correlated.banded(rounds, band)
+        return correlated.banded(rounds, band, momentum, weight_decay)
     tree = correlated.tree(rounds, honaker=estimate == "below", restart=restart)
     return correlated.least_squares(tree) if estimate == "full" else tree
 
@@ -51,6 +60,7 @@ def ftrl(
     band: int = 10,
     inverse_band: int = 128,
     momentum: float = 0.0,
+    weight_decay: float = 0.0,
     tail: float = 0.0,
 ) -> Method:
     """theta_t = theta_0 - lr sum_{s <= t} G_s, the noise of the sums from a tree, a banded matrix or a schedule.
@@ -59,14 +69,15 @@ def ftrl(
         unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a client's message.
         lr: Step size of the server.
-        mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible), `inverse-root` (any
-            number of rounds), `schedule` (the best for full participation) or `independent`. `auto` is `tree` up to
-            4,096 rounds, and `inverse-root` above.
+        mechanism: `tree`, `banded` (for cyclic:b with b >= band, where only sums are visible; fitted to `momentum` and
+            `weight_decay`), `inverse-root` (any number of rounds), `schedule` (the best for full participation) or
+            `independent`. `auto` is `tree` up to 4,096 rounds, and `inverse-root` above.
         honaker: How the nodes of a tree are combined: `full`, `below` or `none`.
         restart: Rounds per tree; 0 for one tree.
         band: Width of the banded matrix, at least 1.
         inverse_band: Draws that a round of `inverse-root` combines, from 1 to 4,096.
         momentum: Heavy-ball momentum; it starts again at a restart.
+        weight_decay: Part of the model that the server takes away in each round, in [0, 1), whatever `lr` is.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
 
     Returns:
@@ -97,9 +108,10 @@ def ftrl(
     if not 1 <= inverse_band <= MOST_BANDS:
         raise SordinoError(f"inverse_band: {inverse_band} must lie between 1 and {MOST_BANDS:,}.")
     rules = (heavy_ball(momentum, restart),) if momentum else ()
-    method = server_gradient("dp-ftrl", unit, clip, lr, rules, tail)
+    method = server_gradient("dp-ftrl", unit, clip, lr, rules, tail, weight_decay)
     (stage,) = method.stages
-    common = Stream(mechanism, partial(stream, mechanism, honaker, restart, band, inverse_band=inverse_band))
+    factors = partial(stream, mechanism, honaker, restart, band, inverse_band=inverse_band)
+    common = Stream(mechanism, partial(factors, momentum=momentum, weight_decay=weight_decay))
     released = Kind.GRADIENT if unit is Unit.RECORD else Kind.DELTA
     queries = tuple(replace(query, noise=common) if query.kind is released else query for query in stage.queries)
     return method._replace(stages=(stage._replace(queries=queries),))

@@ -1,7 +1,7 @@
 """Server rules: pure post-processing of the privatised aggregate, chainable."""
 
 from sordino.rules.adaptive import adam, yogi
-from sordino.rules.basic import average, chain, ema, heavy_ball, scale
+from sordino.rules.basic import average, chain, ema, heavy_ball, scale, shrink
 from sordino.rules.fisher import fisher
 from sordino.rules.kalman import estimate_covariance, kalman
 from sordino.rules.smoothing import smooth
@@ -16,6 +16,7 @@ __all__ = [
     "heavy_ball",
     "kalman",
     "scale",
+    "shrink",
     "smooth",
     "yogi",
 ]

@@ -70,6 +70,22 @@ def scale(factor: float | Tensor) -> Rule:
     return Rule(stateless, lambda g, state, theta, t: (factor * g, state))
 
 
+def shrink(part: float) -> Rule:
+    """G - part * theta: weight decay of a step G that is added to theta, whatever its size.
+
+    Args:
+      part: of the model that a round takes away, in [0, 1).
+
+    Returns:
+      The rule.
+
+    Raises:
+      SordinoError: part is out of its range.
+    """
+    check_decay("weight_decay", part)
+    return Rule(stateless, lambda g, state, theta, t: (g - part * theta, state))
+
+
 def check_decay(name: str, value: float | Tensor) -> None:
     """Raise SordinoError unless a decay lies in [0, 1)."""
     if not isinstance(value, Tensor) and not 0 <= value < 1:

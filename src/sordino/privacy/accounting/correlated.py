@@ -19,6 +19,7 @@ from sordino.errors import SordinoError
 from sordino.lazy import scipy
 
 MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
+EXPONENTS = np.arange(1, 33) / 32  # of the weights of earlier rounds, of which `fitted_diagonals` takes the best
 
 
 def independent(rounds: int) -> Correlated:
@@ -92,31 +93,76 @@ def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
     return nodes_by_level
 
 
-def banded(rounds: int, band: int) -> Correlated:
+def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) -> Correlated:
     """A lower-triangular encoder with `band` constant diagonals, whose columns are scaled to norm 1.
 
     Columns at least `band` apart share no row. So if the rounds of a unit are at least `band` apart, its squared
     sensitivity is their number, as for independent noise. Units that take part more often pay more.
 
-    The coefficients are those of the square root of A, binom(2k, k) / 4^k, or better ones that a local search finds.
-
     Args:
       rounds: of the stage.
       band: number of diagonals.
+      momentum: heavy-ball momentum of the server, to which the diagonals are fitted (`fitted_diagonals`).
+      decay: part of the model that the server takes away in each round, to which they are fitted as well.
 
     Returns:
       The noise.
 
     Raises:
-      SordinoError: rounds or band is out of its range.
+      SordinoError: an argument is out of its range.
     """
     _check(rounds)
     if band < 1:
         raise SordinoError(f"band: {band} must be at least 1; 1 means independent noise.")
-    k = np.arange(1, min(band, rounds))
-    root = np.cumprod(np.concatenate([[1.0], (2 * k - 1) / (2 * k)]))
-    options = [_toeplitz(rounds, root), _toeplitz(rounds, np.array(_improved(rounds, tuple(root))))]
-    return min(options, key=lambda noise: prefix_error(noise, np.arange(1)))
+    for name, value in (("momentum", momentum), ("decay", decay)):
+        if not 0 <= value < 1:
+            raise SordinoError(f"{name}: {value} must lie in [0, 1).")
+    return toeplitz(rounds, np.array(fitted_diagonals(rounds, band, momentum, decay)))
+
+
+def toeplitz(rounds: int, diagonals: np.ndarray) -> Correlated:
+    """The noise whose encoder has these diagonals, from the main one down, and columns that are scaled to norm 1."""
+    from scipy.signal import lfilter  # slow to import, and few methods need it
+
+    impulse = np.eye(1, rounds)[0]
+    encoder = scipy.linalg.toeplitz(lfilter(diagonals, [1.0], impulse), 0 * impulse)
+    inverse = scipy.linalg.toeplitz(lfilter([1.0], diagonals, impulse), 0 * impulse)
+    norms = np.linalg.norm(encoder, axis=0)
+    return Correlated(encoder / norms, norms[:, None] * inverse)
+
+
+@lru_cache
+def fitted_diagonals(rounds: int, band: int, momentum: float, decay: float) -> tuple[float, ...]:
+    """The diagonals of an encoder with little noise on the iterates: a closed form with one exponent.
+
+    An iterate adds releases up with the coefficients of w = 1 / ((1 - a x) (1 - m x)) as weights, where a = 1 - decay
+    and m is the momentum. If the encoder has the diagonals c, the noise of an iterate has those of w / c as weights.
+    The root of w is nearly the best c if nothing of it is cut off. Here c is the beginning of
+    (1 - a x)^-p (1 - m x)^(-1/2), and p is the best of `EXPONENTS` for the variance on the last iterate, which is the
+    model, times its mean over all iterates, where gradients are taken. benchmarks/streams.py compares it with searches.
+
+    All computers find the same numbers. Every operation is one sum, product or quotient of two floats per entry, in a
+    fixed order, and IEEE 754 says what these are. The results of BLAS and of a numerical search depend on the computer.
+
+    Args:
+      rounds: of the stage.
+      band: number of diagonals, of which at most `rounds` are needed.
+      momentum: heavy-ball momentum of the server, in [0, 1).
+      decay: part of the model that the server takes away in each round, in [0, 1).
+
+    Returns:
+      The diagonals from the main one down.
+    """
+    keep, width = 1 - decay, min(band, rounds)
+    k = np.arange(1.0, width)[:, None]
+    powers = np.cumprod(np.concatenate([np.ones((1, len(EXPONENTS))), keep * ((k - 1 + EXPONENTS) / k)]), axis=0)
+    root = np.cumprod(np.concatenate([[1.0], momentum * ((k[:, 0] - 0.5) / k[:, 0])]))
+    diagonals = np.zeros_like(powers)
+    for j in np.flatnonzero(root):
+        diagonals[j:] += root[j] * powers[: width - j]
+    errors = _iterate_errors(diagonals, rounds, momentum, keep)
+    best = int(np.argmin(np.where(np.isfinite(errors), errors, np.inf)))
+    return tuple(diagonals[:, best].tolist())
 
 
 def least_squares(noise: Correlated) -> Correlated:
@@ -175,38 +221,30 @@ def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
     return Correlated(encoder, np.diff(prefix, axis=0))
 
 
-def _toeplitz(rounds: int, coefficients: np.ndarray) -> Correlated:
-    """The noise whose encoder has these diagonals and columns of norm 1."""
-    from scipy.signal import lfilter  # slow to import, and few methods need it
+def _iterate_errors(diagonals: np.ndarray, rounds: int, momentum: float, keep: float) -> np.ndarray:
+    """For each column of diagonals: the variance of the noise on the last iterate, times its sum over all iterates.
 
-    impulse = np.eye(1, rounds)[0]
-    encoder = scipy.linalg.toeplitz(lfilter(coefficients, [1.0], impulse), 0 * impulse)
-    inverse = scipy.linalg.toeplitz(lfilter([1.0], coefficients, impulse), 0 * impulse)
-    norms = np.linalg.norm(encoder, axis=0)
-    return Correlated(encoder / norms, norms[:, None] * inverse)
-
-
-@lru_cache
-def _improved(rounds: int, coefficients: tuple[float, ...]) -> tuple[float, ...]:
-    """Coefficients c with a smaller |c|^2 times the sum of (T - t) g_t^2, where g = (1, 1, ...) / c as power series.
-
-    This is the error up to the norms of the last columns. Further digits do not matter, and differ between computers.
+    Release t is scaled by the norm of column t of the encoder, which is shorter for the last ones. The first factor is
+    exact, and the second one takes the norm of the whole column for all.
     """
-    from scipy.signal import lfilter
+    weights, velocity, weight = np.empty((rounds, 1)), 1.0, 0.0
+    for t in range(rounds):
+        weight = keep * weight + velocity
+        velocity = momentum * velocity
+        weights[t] = weight
+    norms = np.sqrt(np.cumsum(diagonals * diagonals, axis=0))
+    norms = np.concatenate([norms, np.repeat(norms[-1:], rounds - len(norms), axis=0)])
+    remaining = np.arange(rounds, 0.0, -1.0)[:, None]
+    with np.errstate(all="ignore"):  # some columns have inverses that grow without bound
+        last, every = (_quotient(weights * scale, diagonals) for scale in (norms, norms[-1]))
+        total = np.cumsum(remaining * (every * every), axis=0)[-1]
+        return np.asarray(np.cumsum(last * last, axis=0)[-1] * total)
 
-    remaining = np.arange(rounds, 0.0, -1.0)
 
-    def error(tail: np.ndarray) -> tuple[float, np.ndarray]:
-        c = np.concatenate([[1.0], tail])
-        g = lfilter([1.0], c, np.ones(rounds))
-        slope = lfilter([1.0], c, g)  # minus the derivative of g by c_k, up to a shift by k
-        total = float(remaining @ g**2)
-        shifted = np.array([(remaining * g)[k:] @ slope[: rounds - k] for k in range(1, len(c))])
-        return c @ c * total, 2 * tail * total - 2 * (c @ c) * shifted
-
-    if len(coefficients) == 1:
-        return coefficients
-    best = scipy.optimize.minimize(
-        error, np.array(coefficients[1:]), jac=True, method="L-BFGS-B", options={"ftol": 1e-14}
-    )
-    return (1.0, *np.round(best.x, 4).tolist())
+def _quotient(numerator: np.ndarray, diagonals: np.ndarray) -> np.ndarray:
+    """The first coefficients of numerator / diagonals as power series, column by column."""
+    quotient = numerator.copy()
+    for t in range(len(quotient) - 1):
+        later = quotient[t + 1 : t + len(diagonals)]
+        later -= quotient[t] * diagonals[1 : 1 + len(later)]
+    return quotient
