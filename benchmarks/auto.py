@@ -10,8 +10,9 @@ and round, the settings of a rival are those that are best on the test records w
 figures are means of seeds 1 to 3. The best rival is the best of all after that.
 
 The parts: `auto` (its rows), `rivals`, `ablation`, `settings` (other clients, labels and budgets; without noise beside
-logistic regression), `short` (runs of 1, 3 and 10 rounds beside recipes that need one, which are tuned alike) and
-`corrections` (the ridge and the measured curvature, each alone).
+logistic regression), `short` (runs of 1, 3 and 10 rounds beside recipes that need one, which are tuned alike),
+`objective` (objective perturbation beside them, whose server must hold all records) and `corrections` (the ridge and
+the measured curvature, each alone).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from rich.progress import Progress
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
+import objective
 import sordino as so
 from provenance import provenance
 from sordino.data.preprocess import RADIUS, by_record
@@ -75,7 +77,7 @@ RIVALS: dict[str, list[dict[str, Any]]] = {
 }
 KALMAN = importlib.import_module("sordino.rules.kalman")  # the name also means the rule
 PLAIN = "auto"
-PARTS = ("auto", "rivals", "ablation", "settings", "short", "corrections")
+PARTS = ("auto", "rivals", "ablation", "settings", "short", "objective", "corrections")
 ABLATED = ("CIFAR-10, ResNet-20", "Adult")
 LEVERS: dict[str, dict[str, Any]] = {
     "equal weight per client (client-mean)": {"divisor": "client-mean"},
@@ -106,6 +108,9 @@ REGRESSION = "logistic regression"  # of scikit-learn: C = 1, the same records, 
 SHORT_ROUNDS = (1, 3, 10)
 SHORT = ("CIFAR-10, ResNet-20", "CIFAR-10, ResNet-20, 1,000 records", "Fashion-MNIST, ResNet-44", "Adult", "digits")
 MEANS, STATISTICS = "noisy class means", "noised statistics"
+OBJECTIVE = "objective perturbation"
+CURVATURES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # shares of epsilon for the determinants; they set the ridge
+OBJECTIVE_DATA = ("CIFAR-10, ResNet-20, 1,000 records", "digits")
 SHARES, RIDGES = (0.05, 0.2, 0.5), tuple(10.0**k for k in np.arange(-3, 2.5, 0.5))  # tried for `STATISTICS`
 
 
@@ -300,6 +305,24 @@ def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[flo
     return cells
 
 
+def objective_cells(dataset: Dataset, name: str, epsilons: Sequence[float]) -> list[Cell]:
+    """Objective perturbation by one party that holds all records. Its ridge is tuned as those of `recipe_cells`."""
+    x, test = ((np.c_[part, np.ones(len(part))]).astype(np.float64) for part in (dataset.x_train, dataset.x_test))
+    classes, radius = len(dataset.classes), math.hypot(RADIUS, 1)
+    labels, cells = np.eye(classes)[dataset.y_train], []
+
+    def accuracy(epsilon: float, share: float, seed: int) -> float:
+        ridge = objective.ridge_of(radius, classes, share * (1 - objective.OUTPUT) * epsilon)
+        theta = objective.fitted(x, labels, epsilon, 1e-5, radius, ridge, seed)
+        return float(((test @ theta).argmax(1) == dataset.y_test).mean())
+
+    for epsilon in epsilons:
+        best = max(CURVATURES, key=lambda share: accuracy(epsilon, share, TUNING_SEED))
+        samples = [accuracy(epsilon, best, seed) for seed in SEEDS]
+        cells.append(Cell(name, OBJECTIVE, TRUSTS[1], epsilon, (round(statistics.mean(samples), 5),)))
+    return cells
+
+
 def measured(part: str, folder: Path, device: str, only: str | None) -> Iterator[list[Cell]]:
     """The cells of a part, in pieces; `only`: of one data set or setting."""
 
@@ -330,6 +353,9 @@ def measured(part: str, folder: Path, device: str, only: str | None) -> Iterator
                 yield auto_cells(dataset, name, trust, device, PLAIN, epsilons, setting=setting)
                 for method in RARE_RIVALS if name == RARE else ():
                     yield rival_cells(dataset, name, trust, device, method, RIVALS[method][::4], epsilons[:-1])
+    elif part == "objective":
+        for name in chosen(OBJECTIVE_DATA):
+            yield objective_cells(read(name, folder), name, EPSILONS)
     elif part == "corrections":
         for name, row in itertools.product(chosen(CORRECTED), CORRECTIONS):
             with corrected(*CORRECTIONS[row]):
@@ -450,12 +476,21 @@ def short_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]])
         "noised gradient at zero; noised statistics are a regression on indicators of the classes from A and that "
         f"gradient, with the best of {len(SHARES)} shares for A and {len(RIDGES)} ridges on the test records."
     )
+    central = (
+        "Objective perturbation (Kifer, Smith, Thakurta 2012; Iyengar et al. 2019) needs more than sums: one trusted "
+        "party holds all records. It stands here as the central recipe, is not certified (`benchmarks/objective.py` "
+        f"has the bound), and has the best of {len(CURVATURES)} ridges on the test records."
+    )
     lines: list[str] = []
     for trust in TRUSTS:
-        lines += heading(f"Few rounds, {trust}", [f"ε = {e:g}" for e in EPSILONS], text)
+        texts = (text, central) if trust == TRUSTS[1] else (text,)
+        lines += heading(f"Few rounds, {trust}", [f"ε = {e:g}" for e in EPSILONS], *texts)
         for name in SHORT:
             for row in (*map(of_rounds, SHORT_ROUNDS), MEANS, STATISTICS):
                 lines.append(line(f"{name}: {row}", (figures.get((name, row, trust, e)) for e in EPSILONS)))
+            if any((name, OBJECTIVE, trust, e) in figures for e in EPSILONS):
+                found = (figures.get((name, OBJECTIVE, trust, e)) for e in EPSILONS)
+                lines.append(line(f"{name}: {OBJECTIVE}", found))
     return lines
 
 
