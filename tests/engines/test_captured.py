@@ -55,7 +55,7 @@ def test_a_graph_replays_the_rounds(rule, monkeypatch):
         assert type(plain[2]) is type(graph[2])
         assert all(torch.equal(a, b) for a, b in zip(leaves(plain), leaves(graph), strict=True))
         kept.append(([each.clone() for each in leaves(graph)], leaves(graph)))
-    assert all(torch.equal(a, b) for copies, own in kept for a, b in zip(copies, own, strict=True))  # nothing was reused
+    assert all(torch.equal(a, b) for copies, own in kept for a, b in zip(copies, own, strict=True))  # none reused
 
 
 def test_a_state_from_elsewhere_is_taken_up(monkeypatch):
@@ -96,7 +96,7 @@ def test_after_the_first_rounds_it_is(monkeypatch):
 
 def test_only_what_holds_for_all_later_rounds_is_answered():
     later = AnyLaterRound(3)
-    assert later >= 3 and later > 2 and not later < 3 and not later <= 2
+    assert (later >= 3, later > 2, later < 3, later <= 2) == (True, True, False, False)
     for ask in (
         lambda: later >= 4,
         lambda: later < 4,
