@@ -222,8 +222,10 @@ def _library() -> ctypes.CDLL | None:
 def _compiled() -> Path:
     """The path of the shared library. It is compiled if the cache does not hold it."""
     source, command = Path(__file__).with_name("kernel.c"), _compiler()
-    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
-    flags = ["-O3", "-std=gnu11", native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
+    native = ["-march=native"]
+    if platform.machine() in ("aarch64", "arm64"):  # GCC would order instructions so that sums leave the registers
+        native = ["-mcpu=native", "-fno-schedule-insns"]
+    flags = ["-O3", "-std=gnu11", *native, "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"]
     parts = (source.read_bytes(), "\0".join([*command, *flags]).encode(), _output(*command, "--version"), _processor())
     name = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in parts)).hexdigest()[:32]
     folder = _folder()
