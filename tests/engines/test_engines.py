@@ -207,7 +207,7 @@ def sample(plan, records, draws, *, shares, first=0):
         pytest.param("record", "untrusted-server", "client-mean", "fixed:2", marks=pytest.mark.soak),
         ("record", "secure-aggregation", "client-mean", "full"),
         pytest.param("client", "untrusted-server", "pooled", "full", marks=pytest.mark.soak),
-        ("client", "trusted-server", "pooled", "fixed:2"),
+        pytest.param("client", "trusted-server", "pooled", "fixed:2", marks=pytest.mark.soak),
     ],
 )
 @pytest.mark.parametrize("draws", DRAWS)

@@ -101,7 +101,7 @@ def moved(plan):
     ("make", "size", "adjacency"),
     [
         (record_plan, (60, 60), "replace-one"),
-        (user_plan, (1, 1200), "add-remove"),
+        pytest.param(user_plan, (1, 1200), "add-remove", marks=pytest.mark.soak),
         pytest.param(record_plan, (60, 60), "add-remove", marks=pytest.mark.soak),
         pytest.param(user_plan, (1, 3600), "add-remove", marks=pytest.mark.soak),
         pytest.param(user_plan, (1, 3600), "replace-one", marks=pytest.mark.soak),

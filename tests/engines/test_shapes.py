@@ -237,10 +237,9 @@ def test_correlated_noise_is_the_decoder_times_independent_draws(records):
     decoder = method.stages[0].queries[0].noise.decoder
     plan = plan_for(method, records)
     still = Records(torch.zeros_like(records.x), torch.zeros_like(records.y), records.starts)
-    draws = [
-        torch.stack([r.aggregate for r in simulate.run(plan, MODEL, still, Seeded(s))]).numpy() for s in range(400)
-    ]
-    z = np.concatenate(draws, axis=1) / calibration.aggregate_std(plan, 0)
+    theta = torch.zeros(400, MODEL.size, dtype=torch.float64)
+    draws = simulate.run(plan, MODEL, still, [Seeded(s) for s in range(400)], theta=theta)
+    z = torch.stack([r.aggregate.flatten() for r in draws]).numpy() / calibration.aggregate_std(plan, 0)
     observed, expected = z @ z.T / z.shape[1], decoder @ decoder.T
     se = np.sqrt((expected**2 + np.outer(np.diag(expected), np.diag(expected))) / z.shape[1])
     assert (np.abs(observed - expected) < 4.5 * se).all()

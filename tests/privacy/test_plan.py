@@ -224,6 +224,7 @@ def moving_average(found, clip_factor=1.0, noise_factor=1.0, beta=0.5):
     return clear, torch.stack(squares).numpy()
 
 
+@pytest.mark.soak  # long statistics
 def test_the_moving_average_is_bounded():
     clip, beta = 2.0, 0.5
     found = plan(rounds=12, epsilon=8.0, clip=clip)

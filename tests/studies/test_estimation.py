@@ -170,10 +170,11 @@ def test_the_bias_of_fedavg_grows_with_the_square_of_the_clients():
     assert theory.fedsgd(case, 40).bias < 1e-4 * bias[0]
 
 
+@pytest.mark.soak  # long statistics
 @pytest.mark.parametrize(
     ("cell", "repetitions"),
     [
-        pytest.param(DesignPoint("logistic", "equal", 200, 3.0, 20_000), 12, marks=pytest.mark.soak),
+        (DesignPoint("logistic", "equal", 200, 3.0, 20_000), 12),
         (DesignPoint("poisson", "equal", 20, 1.0), 20),
     ],
     ids=["many small clients", "a large bound on the Hessian"],

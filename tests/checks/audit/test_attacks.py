@@ -99,6 +99,7 @@ def test_a_lemma_is_reached(name, adjacency):
     assert not found.broken
 
 
+@pytest.mark.soak  # long statistics
 def test_every_claim_is_reached_though_no_record_reaches_all_at_once():
     """A mirrored gradient has the same outer product: the two bounds of fednewton-head need canaries of their own."""
     found = audit("fednewton-head", Privacy(1.0, 1e-5), runs=200, seed=4)
@@ -160,7 +161,8 @@ def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacen
     assert watched(attack, 0, Seeded(1), 2).information().max() <= spending.mu(plan) ** 2 * (1 + 1e-9)
 
 
-@pytest.mark.parametrize(("batch", "adjacency"), tiers(BATCHES[:2], 1))
+@pytest.mark.soak  # long statistics
+@pytest.mark.parametrize(("batch", "adjacency"), BATCHES[:2])
 def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(batch, adjacency):
     def found(factor):
         privacy = Privacy(2.0, 1e-5, adjacency=adjacency)
@@ -174,7 +176,8 @@ def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(
     assert halved.broken
 
 
-@pytest.mark.parametrize("adjacency", tiers([Adjacency.REPLACE_ONE, Adjacency.ADD_REMOVE], 1))
+@pytest.mark.soak  # long statistics
+@pytest.mark.parametrize("adjacency", Adjacency)
 def test_minibatches_of_a_fixed_size(adjacency):
     """A canary among opposite records refutes half the noise; among records of gradient zero it is weaker."""
 
@@ -313,7 +316,7 @@ def test_a_record_carries_a_clipped_message_from_anywhere_to_anywhere(adjacency)
 # -------------------------------------------------------------------------------------------------------- one run
 
 
-@pytest.mark.parametrize("adjacency", Adjacency)
+@pytest.mark.parametrize("adjacency", tiers(Adjacency, 1))
 def test_one_run_stays_below_and_finds_out(adjacency):
     found = one_run("dp-fedgd", Privacy(4.0, 1e-5, adjacency=adjacency), canaries=FEW, seed=5)
     assert 0.5 < found.lower_dp < found.lower_gaussian <= found.certified

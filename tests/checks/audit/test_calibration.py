@@ -36,6 +36,7 @@ class CountsAgain(Linear):
         return 4 * super().calibration_sum(theta, shard, clip, differences)
 
 
+@pytest.mark.soak  # long statistics
 def test_a_record_that_counts_again_is_found(monkeypatch):
     monkeypatch.setattr(attacks, "CLASS_MODEL", CountsAgain(3, 2))
     assert attacked(Unit.PERSON, Adjacency.ADD_REMOVE, 500).broken

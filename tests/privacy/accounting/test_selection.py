@@ -336,6 +336,7 @@ def test_secret_choices_come_from_the_system_s_randomness(monkeypatch):
     assert len(private_tuning._random(settings, privacy, 4.0, None)[0]) == 3  # the median of a geometric law of mean 4
 
 
+@pytest.mark.soak  # long statistics
 def test_every_setting_is_as_likely():
     settings = [{"lr": lr} for lr in range(4)]
     privacy = Privacy(2.0, 1e-5, trust=Trust.TRUSTED_SERVER)
