@@ -219,10 +219,11 @@ def test_the_summed_noise_has_the_law_of_the_shares(draws, unit, trust, divisor,
     assert not same_law(sample(louder, records, draws, shares=False), slow)
 
 
-@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.soak  # long statistics
+@pytest.mark.parametrize("draws", [2000])
 @pytest.mark.parametrize(
     ("unit", "trust"),
-    [("record", "secure-aggregation"), pytest.param("client", "untrusted-server", marks=pytest.mark.soak)],
+    [("record", "secure-aggregation"), ("client", "untrusted-server")],
 )
 def test_the_summed_noise_has_the_law_of_the_reference(draws, unit, trust, records):
     two = Records(records.x[:8], records.y[:8], records.starts[:3])

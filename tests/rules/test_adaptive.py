@@ -171,7 +171,9 @@ def test_what_is_left_is_the_clean_second_moment():
     assert abs(left) > 20 * error, "the signal is still there"
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("rule", "kind"), [(adam, "adam"), pytest.param(yogi, "yogi", marks=pytest.mark.soak)], ids=["adam", "yogi"]
+)
 def test_pure_noise_gives_no_nan(rule, kind):
     """Over ten thousand steps; what is left of Adam's v is negative half of the time: its root would be no number."""
     on = rule(tau=0, bias_correction=True, correction="subtract-floor", floor=1e-8)

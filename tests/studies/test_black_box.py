@@ -55,6 +55,7 @@ def test_the_attackers_stay_below_the_certificate_and_find_too_little_noise():
     assert all(each.auc > 0.9 for each in weak.attackers)
 
 
+@pytest.mark.soak  # long statistics
 def test_who_sees_every_model_of_gradient_descent_has_the_best_score():
     """One round under sums: the model is one Gaussian vector, and the AUC follows from the canary's mu."""
     run = prepared(rounds=1)

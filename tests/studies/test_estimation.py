@@ -127,6 +127,7 @@ def test_errors_are_as_predicted_where_predictions_hold(law):
     assert abs(found["fedsgd"].mean() - noiseless) > 4 * se(found["fedsgd"])
 
 
+@pytest.mark.soak  # long statistics
 def test_more_steps_help_and_then_hurt():
     """With noise the error has a least; without, every step helps."""
     found = [

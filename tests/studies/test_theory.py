@@ -304,6 +304,7 @@ def test_the_young_parameters_are_the_best():
         assert gamma / (1 / c.rho - (a + b) / 2) > least * (1 - 1e-6)
 
 
+@pytest.mark.soak  # long statistics
 def test_fedsofim_stays_below_its_theorem():
     """Least squares without clipping, every constant known."""
     records, world = quadratic((0.2, 0.2))

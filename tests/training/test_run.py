@@ -125,6 +125,7 @@ for line in run.rounds(job, out):
 """
 
 
+@pytest.mark.soak  # a random schedule of faults
 def test_kill_nine_at_random_moments_and_resume(tmp_path, lives):
     """The resumed run ends with the very model, metrics and ledger of one that was never interrupted."""
     values = {"rounds": 40, "seed": 5, "method": "dp-fedadam", "tail": 0.5}

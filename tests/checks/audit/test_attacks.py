@@ -429,6 +429,7 @@ def test_survival_is_attacked_on_its_own_model():
     assert weak.broken
 
 
+@pytest.mark.soak  # long statistics
 def test_an_adaptive_clip_is_reached_by_a_gradient_and_by_a_count():
     adaptive = build("dp-fedgd", quantile=0.5)
     honest = audit("quantile", Privacy(1.0, 1e-5), runs=FEW // 2, rounds=1, seed=3, method=adaptive)
