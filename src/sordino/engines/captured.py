@@ -47,7 +47,9 @@ class AnyLaterRound:
     def __eq__(self, other: object) -> NoReturn:
         raise RoundMattersError
 
-    __bool__: Callable[..., NoReturn] = __eq__
+    def __bool__(self) -> NoReturn:
+        raise RoundMattersError
+
     __hash__ = None  # type: ignore[assignment]
 
 
