@@ -319,7 +319,8 @@ def costs(document: Document) -> Table:
         )
     note = (
         "Bytes of one client; seconds of the whole simulation, mean ± standard deviation over all runs of the method."
-        + " Rows tuned within the budget count all runs of a search." * bool(within_budget(document))
+        + " Rows tuned within the budget count all runs of a search; of random stopping only the chosen one, because "
+        "the number of runs is secret." * bool(within_budget(document))
     )
     head = ["method", "bytes up per round", "down per round", "up in all", "down in all", "seconds per run"]
     return Table(head, rows, note)
