@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from sordino.core import Shard
 from sordino.models.nets import cnn
-from sordino.models.per_example import summed
 from sordino.models.torch_model import TorchModel
 
 sys.path.insert(0, str(Path(__file__).parent))
+from opacus_sums import ghost, per_example
 from provenance import provenance
 
 SHAPE, CLASSES, BATCH, CLIP, ROUNDS = (1, 28, 28), 10, 256, 1.0, 31
@@ -37,47 +37,8 @@ def ours(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor
 
 
 def opacus(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor]:
-    """Gradients of single examples, cut and summed as its optimizer does."""
-    from opacus.grad_sample import wrap_model
-
-    with torch.random.fork_rng():
-        wrapped = wrap_model(clone(net), grad_sample_mode=mode, batch_first=True, loss_reduction="sum")
-    params = [p for p in wrapped.parameters() if p.requires_grad]
-
-    def total() -> Tensor:
-        for p in params:
-            p.grad_sample = p.grad = None
-        summed(wrapped(x), y).backward()
-        norms = torch.stack([p.grad_sample.reshape(len(x), -1).norm(2, dim=-1) for p in params], 1).norm(2, dim=1)
-        factor = (CLIP / (norms + 1e-6)).clamp(max=1.0)
-        return torch.cat([torch.einsum("i,i...", factor, p.grad_sample).flatten() for p in params])
-
-    return total
-
-
-def ghost(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
-    """Opacus's two backward passes: norms first, then the weighted loss."""
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
-
-    wrapped = GradSampleModuleFastGradientClipping(
-        clone(net), batch_first=True, loss_reduction="sum", max_grad_norm=CLIP, use_ghost_clipping=True
-    )
-    params = [p for p in wrapped.parameters() if p.requires_grad]
-
-    def total() -> Tensor:
-        for p in params:
-            p.grad = None
-        wrapped.enable_hooks()
-        losses = nn.functional.cross_entropy(wrapped(x), y, reduction="none")
-        losses.sum().backward(retain_graph=True)
-        for p in params:
-            p.grad = None
-        factor = wrapped.get_clipping_coef()
-        wrapped.disable_hooks()
-        (factor * losses).sum().backward()
-        return torch.cat([p.grad.flatten() for p in params])
-
-    return total
+    sums = ghost(clone(net), x, y, CLIP) if mode == "ghost" else per_example(clone(net), x, y, CLIP, mode)
+    return lambda: torch.cat([part.flatten() for part in sums()])
 
 
 def clone(net: nn.Module) -> nn.Module:
@@ -97,8 +58,7 @@ def main() -> None:
     torch.manual_seed(0)
     net, x, y = cnn(SHAPE, CLASSES), torch.randn(BATCH, *SHAPE), torch.randint(0, CLASSES, (BATCH,))
     rivals = {f"sordino {mode}": ours(net, x, y, mode) for mode in OURS}
-    rivals |= {f"opacus {mode}": opacus(net, x, y, mode) for mode in ("hooks", "functorch")}
-    rivals["opacus ghost"] = ghost(net, x, y)
+    rivals |= {f"opacus {mode}": opacus(net, x, y, mode) for mode in ("hooks", "functorch", "ghost")}
     left_out = {}
     try:
         ew = opacus(net, x, y, "ew")

@@ -9,6 +9,9 @@ rank 16 on Q, K and V and the head. Both steps run in bfloat16 autocast with flo
 - plain: forward, mean loss, backward. It is tried eagerly, compiled (`torch.compile`), compiled from a trace of the
   whole eager pass (which keeps the attention kernels that the eager pass chooses), for a ResNet with inputs in
   channels-last order, and each of them as one CUDA graph with the optimizer. The fastest counts.
+- Opacus, with `--opacus` (where its package is installed): gradients of single examples by its hooks, and its two
+  passes ("ghost"), then noise and AdamW, each also as one CUDA graph. Adapters are pairs of linear layers, and
+  parameters that lie in no layer it knows (the class token and the positions of a ViT) are frozen.
 - private: `TorchModel.clipped_sum`, Gaussian noise. It is tried eagerly, with compiled passes (`compile=True`), and
   both as one CUDA graph with noise and optimizer.
 
@@ -45,10 +48,11 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parent))
+import opacus_sums
 from provenance import provenance
 from sordino.core import Shard
 from sordino.models.compiled import Passes
-from sordino.models.lora import module_of
+from sordino.models.lora import GroupedLinear, LoRALinear, module_of
 from sordino.models.nets import resnet18
 from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import Rows, build, plain
@@ -195,7 +199,25 @@ class Bench:
 
         return step
 
-    def steps(self) -> dict[str, Callable[[], Step]]:
+    def opacus(self, mode: str) -> Step:
+        module = served_by_opacus(copy.deepcopy(module_of(self.flat)).train())
+        data = (self.x.reshape(-1, *self.flat.shape), self.y, CLIP)
+        kind = torch.bfloat16
+        values = [p for p in module.parameters() if p.requires_grad]
+        if mode == "ghost":
+            sums = opacus_sums.ghost(module, *data, autocast=kind)
+        else:
+            sums = opacus_sums.per_example(module, *data, mode, autocast=kind)
+        optimizer = self.adamw(values)
+
+        def step() -> None:
+            for p, total in zip(values, sums(), strict=True):
+                p.grad = (total.float() + SIGMA * CLIP * torch.randn_like(p)) / self.batch
+            optimizer.step()
+
+        return step
+
+    def steps(self, opacus: bool = False) -> dict[str, Callable[[], Step]]:
         """Builders of all steps that are not captured."""
         makers: dict[str, Callable[[], Step]] = {
             "private": lambda: self.private(compiled=False),
@@ -208,7 +230,46 @@ class Bench:
             makers["plain, compiled, channels last"] = lambda: self.plain(compiled=True, channels_last=True)
             makers["plain, traced, channels last"] = lambda: self.traced(channels_last=True)
             makers["private, compiled, in halves"] = lambda: self.private(compiled=True, chunk=-(-self.batch // 2))
+        if opacus:
+            makers |= {f"opacus, {mode}": lambda mode=mode: self.opacus(mode) for mode in ("hooks", "ghost")}
         return makers
+
+
+class Pair(nn.Module):
+    """An adapted layer, with A and B as linear layers."""
+
+    def __init__(self, layer: LoRALinear) -> None:
+        super().__init__()
+        self.base, self.dropout, self.scale = layer.base, layer.dropout, layer.adapter.scale
+        self.down, self.up = linear(layer.adapter.lora_A), linear(layer.adapter.lora_B)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base(x) + self.scale * self.up(self.down(self.dropout(x)))
+        return adapted
+
+
+def linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device=weight.device)
+    layer.weight = nn.Parameter(weight.detach().clone())
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().clone())
+    return layer
+
+
+def served_by_opacus(module: nn.Module) -> nn.Module:
+    """The module with layers that Opacus knows. Other trained parameters are frozen."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, LoRALinear):
+            setattr(module, name, Pair(child))
+        elif isinstance(child, GroupedLinear):
+            setattr(module, name, linear(child.weight, child.bias))
+        else:
+            served_by_opacus(child)
+    known = (nn.Linear, nn.Conv2d, nn.LayerNorm, nn.GroupNorm, nn.Embedding)
+    if not isinstance(module, known):
+        for p in module.parameters(recurse=False):
+            p.requires_grad_(False)
+    return module
 
 
 # ------------------------------------------------------------------------------------------------------------- timing
@@ -300,7 +361,7 @@ def one_work(work: Work, options: argparse.Namespace, device: torch.device, erro
     bench = Bench(work, device, options.tiny)
     steps: dict[str, Step] = {}
     memory: dict[str, int | None] = {}
-    for name, make in bench.steps().items():
+    for name, make in bench.steps(options.opacus).items():
         if name in options.without:
             continue
         found = attempt(errors, f"{work.name} {name}", lambda make=make: measured(make, device))
@@ -435,6 +496,7 @@ def main() -> None:
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--profile", action="store_true", help="print the kernels of a private step")
     parser.add_argument("--without", action="append", default=[], help="a step to leave out, as in 'plain, compiled'")
+    parser.add_argument("--opacus", action="store_true", help="Opacus's steps too")
     parser.add_argument("--together", action="store_true", help="all works in this process, one after another")
     parser.add_argument("--gate", type=Path, help=argparse.SUPPRESS)  # of a process among several
     parser.add_argument("--out", type=Path)
