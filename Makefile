@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
-EXTRAS := docs,excel,flower,images,onnx,report,search,sklearn,tables,transformers,verify
+EXTRAS := docs,excel,flower,images,onnx,postgres,report,search,sklearn,tables,transformers,verify
 # One worker per core: more threads of torch would only wait. Compiled files are kept because many tests start processes.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
 

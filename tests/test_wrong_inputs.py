@@ -228,6 +228,12 @@ def test_a_module_that_does_not_give_one_tensor(wrap, why):
             ["sweep", "--grid", "lr=1,2", "--search", "optuna", "--storage", "x"],
             "--storage: 'x' is not the URL of a database",
         ),
+        (["sweep", "--grid", "lr=1,2", "--storage", "sqlite:///x.db"], "--storage: only --search optuna stores"),
+        (["sweep", "--grid", "lr=1,2", "--at-once", "2"], "--at-once: only --search optuna stores"),
+        (
+            ["sweep", "--grid", "lr=1,2", "--search", "optuna", "--charge-tuning", "count"],
+            "--search: --charge-tuning count tries the settings of the grid",
+        ),
         (["compare", "--search", "optuna", "--tune", "--trials", "0"], "--trials: 0 must be at least 1"),
         (["compare", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
         (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),

@@ -11,7 +11,7 @@ from sordino.methods import REGISTRY
 from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
 from sordino.studies import grids, private_tuning
-from sordino.studies.tune import TuningCase, tune, validated
+from sordino.studies.tune import TuningCase, _study_name, tune, validated
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -81,8 +81,26 @@ def test_optuna_goes_on_where_its_storage_stands(digits, tmp_path):
     (first,) = tune([case], validated(digits), how="optuna", trials=5, storage=storage, tick=ticks.append)
     (second,) = tune([case], validated(digits), how="optuna", trials=8, storage=storage, tick=ticks.append)
     assert sum(ticks) == 8
+    assert (first.tried, second.tried) == (5, 8)
     assert 0.05 <= second.options["lr"] <= 5.0
     assert second.score >= first.score
+
+
+def test_other_runs_are_another_study(digits):
+    """Also in one storage: scores of other rounds, records, ranges or metrics must not be mixed."""
+    grid, held = {"lr": (0.05, 5.0)}, validated(digits)
+    same = (TuningCase(BASE, grid), held, "accuracy", None)
+    others = [
+        (TuningCase({**BASE, "rounds": 10}, grid), *same[1:]),
+        (TuningCase(BASE, {"lr": (0.05, 6.0)}), *same[1:]),
+        (same[0], validated(digits, 0.2), "accuracy", None),
+        (same[0], held, "log_loss", None),
+        (same[0], held, "accuracy", 3),
+    ]
+    names = [_study_name(*facts) for facts in (same, *others)]
+    assert len(set(names)) == 6
+    assert names[0] == _study_name(TuningCase(dict(BASE), dict(grid)), *same[1:])
+    assert all(name.startswith("dp-fedgd 8.0 ") for name in names)
 
 
 def test_an_unknown_search_is_named(digits):

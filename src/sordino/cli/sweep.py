@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.run import RUN_FLAGS, read_keys
-from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, table
+from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, table, terminable
 from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
+WORKER_KEYS = ("at_once", "stale_after")  # of Optuna's search
 METRIC_HELP = (
     "rank by accuracy, auc, log_loss or brier; quantities by r2, mse or mae; of a loss the least is best "
     "(default: accuracy or r2)"
@@ -28,6 +29,7 @@ def add(commands: Any) -> None:
         "sordino sweep --method dp-fedgd --grid lr=0.5,1,2,4 --grid epsilon=2,4,8 --seeds 3\n"
         "sordino sweep --data features.npz --method dp-fedadam --preset paper-fine --epsilon 1 --device cuda\n"
         "sordino sweep --method dp-fedsofim --grid lr=0.1,10 --grid rho=0.1,10 --search optuna --trials 64\n"
+        "sordino sweep --method dp-fedgd --grid lr=0.1,10.0 --search optuna --storage postgresql+psycopg://me@db/sweeps\n"
         "sordino sweep --data patients.csv --label died --method dp-fedgd --grid lr=1,2,4 --metric log_loss\n"
         "sordino sweep --method dp-fedgd --grid lr=1,2,4 --epsilon 8 --charge-tuning count --out runs/paid",
     )
@@ -42,7 +44,20 @@ def add(commands: Any) -> None:
     parser.add_argument("--metric", metavar="NAME", help=METRIC_HELP)
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
     parser.add_argument("--trials", type=int, default=64, metavar="N", help="number of Optuna trials (default: 64)")
-    parser.add_argument("--storage", metavar="URL", help="database of Optuna's studies (default: optuna.db in --out)")
+    parser.add_argument(
+        "--storage",
+        metavar="URL",
+        help="database of Optuna's trials, which several workers may share (default: optuna.db in --out)",
+    )
+    parser.add_argument(
+        "--at-once", type=int, metavar="N", help="Optuna trials that this worker takes at a time (default: 16)"
+    )
+    parser.add_argument(
+        "--stale-after",
+        type=float,
+        metavar="SECONDS",
+        help="a trial whose worker was silent for so long is marked failed and replaced (default: 120)",
+    )
     parser.add_argument(
         "--validation",
         type=float,
@@ -85,6 +100,20 @@ def check_payment(arguments: argparse.Namespace) -> None:
         raise SordinoError(f"--paid-runs: {arguments.paid_runs} must be at least 1.")
 
 
+def check_workers(arguments: argparse.Namespace) -> None:
+    """Refuse flags that the search would not use."""
+    if arguments.charge_tuning != "no" and arguments.search != "grid":
+        raise SordinoError(
+            f"--search: --charge-tuning {arguments.charge_tuning} tries the settings of the grid, all of them or some "
+            "drawn at random, because its price is known before the first run; leave --search out."
+        )
+    for key in ("storage", *WORKER_KEYS):
+        if getattr(arguments, key) is not None and arguments.search != "optuna":
+            raise SordinoError(
+                f"--{key.replace('_', '-')}: only --search optuna stores and shares trials; add it, or leave this out."
+            )
+
+
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Of the runs: the same flags as `sordino run`."""
     parser.add_argument("spec", nargs="?", metavar="SPEC.toml", help="keys of the runs; flags and --set override them")
@@ -111,6 +140,7 @@ def act(arguments: argparse.Namespace) -> int:
     check_payment(arguments)
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
+    check_workers(arguments)
     if arguments.storage and not re.match(r"[a-z0-9+]+://", arguments.storage):
         raise SordinoError(f"--storage: '{arguments.storage}' is not the URL of a database; write sqlite:///FILE.db.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
@@ -118,11 +148,12 @@ def act(arguments: argparse.Namespace) -> int:
         check_out(out, "sweep.json")
         out.mkdir(parents=True, exist_ok=True)
     size = grids.size(grid)
+    shared = {key: value for key in WORKER_KEYS if (value := getattr(arguments, key)) is not None}
     total = {"grid": min(arguments.paid_runs or size, size) * arguments.seeds, "optuna": arguments.trials}.get(
         arguments.search
     )
     hidden = arguments.charge_tuning == "stopping"  # the number of runs is a secret
-    with nullcontext(lambda runs: None) if hidden else bar("settings", total) as tick:
+    with terminable(), nullcontext(lambda runs: None) if hidden else bar("settings", total) as tick:
         if arguments.charge_tuning == "no":
             results = sweep.sweep(
                 values,
@@ -131,6 +162,7 @@ def act(arguments: argparse.Namespace) -> int:
                 how=arguments.search,
                 trials=arguments.trials,
                 storage=arguments.storage or (f"sqlite:///{out / 'optuna.db'}" if out else None),
+                **shared,
                 validation=arguments.validation,
                 metric=arguments.metric,
                 device=arguments.device,

@@ -14,7 +14,7 @@ from sordino.evidence.certificate import finite
 from sordino.evidence.signing import sha256
 from sordino.evidence.statement import issue
 from sordino.settings import parse_setting
-from sordino.studies import private_tuning
+from sordino.studies import private_tuning, shared_study
 from sordino.studies.compare import as_command
 from sordino.studies.grids import Grid, preset, product
 from sordino.studies.tune import TuningCase, tune, validated
@@ -65,6 +65,8 @@ def sweep(
     how: str = "grid",
     trials: int = 64,
     storage: str | None = None,
+    at_once: int = shared_study.AT_ONCE,
+    stale_after: float = shared_study.STALE_AFTER,
     validation: float = 0.1,
     metric: str | None = None,
     device: str = "cpu",
@@ -84,7 +86,18 @@ def sweep(
         if seeds > 1:
             raise SordinoError("--seeds: halving and optuna use one seed; use --search grid, or leave it out.")
         cases = [TuningCase(base, grid)]
-        best = tune(cases, dataset, how=how, trials=trials, storage=storage, metric=metric, device=device, tick=tick)[0]
+        (best,) = tune(
+            cases,
+            dataset,
+            how=how,
+            trials=trials,
+            storage=storage,
+            at_once=at_once,
+            stale_after=stale_after,
+            metric=metric,
+            device=device,
+            tick=tick,
+        )
         row = {"setting": best.options, "mean": best.score, "std": None, "scores": [best.score]}
         return _found(values, grid, [row], best.tried, how, metric)
     settings = list(product(grid))

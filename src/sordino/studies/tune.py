@@ -8,6 +8,7 @@ outside its grid would be judged by the grid.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -18,6 +19,7 @@ import numpy as np
 from sordino.data.sources import Dataset
 from sordino.data.splits import generator, hold_out
 from sordino.errors import SordinoError, check_known
+from sordino.studies import shared_study
 from sordino.studies.grids import Grid, around, beyond, product
 from sordino.training.batch import run_many
 from sordino.training.evaluate import task_of_data
@@ -27,7 +29,6 @@ from sordino.training.spec import Spec
 
 SEARCHES = ("grid", "halving", "optuna")
 KEEP, RUNGS = 3, 3  # halving keeps one third at each rung: after one ninth and after one third of the rounds
-RUNS_PER_BATCH = 16  # trials that Optuna proposes at once
 
 
 class TuningCase(NamedTuple):
@@ -76,6 +77,8 @@ def tune(
     how: str = "grid",
     trials: int = 64,
     storage: str | None = None,
+    at_once: int = shared_study.AT_ONCE,
+    stale_after: float = shared_study.STALE_AFTER,
     metric: str | None = None,
     tune_round: int | None = None,
     extensions: int = 0,
@@ -89,7 +92,9 @@ def tune(
         dataset: Training records, and validation records as its test part.
         how: `grid`, `halving` or `optuna`.
         trials: Number of Optuna's trials per case.
-        storage: Optuna's storage. A study that it already holds is continued.
+        storage: Optuna's storage. A study that it already holds is continued, and shared with other workers.
+        at_once: Optuna's trials that this worker takes at a time.
+        stale_after: Seconds without a sign of life after which a trial has lost its worker (`shared_study`).
         metric: accuracy, auc, log_loss …; of a loss the least is best (default: accuracy for classes, r2 for
             quantities).
         tune_round: The round whose metric decides (default: the last). The noise is always that of a whole run.
@@ -108,7 +113,10 @@ def tune(
         raise SordinoError(f"tune_round: {tune_round} must be at least 1; leave it out to choose by the last round.")
     metric = ranking_metric(metric, task_of_data(dataset))
     if how == "optuna":
-        return [_optuna(case, dataset, metric, trials, storage, tune_round, device, tick) for case in cases]
+        return [
+            _optuna(case, dataset, metric, trials, storage, at_once, stale_after, tune_round, device, tick)
+            for case in cases
+        ]
 
     def score(settings: Sequence[tuple[int, dict[str, Any]]], stop: int | None) -> list[_Trial]:
         specs = [Spec.of({**cases[number].values, **options}) for number, options in settings]
@@ -182,45 +190,27 @@ def _optuna(
     metric: str,
     trials: int,
     storage: str | None,
+    at_once: int,
+    stale_after: float,
     stop: int | None,
     device: str,
     tick: Tick,
 ) -> Tuned:
-    try:
-        import optuna
-    except ImportError:
-        raise SordinoError(
-            "search: optuna is not installed; pip install 'sordino[search]', or search = grid."
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    def score(settings: Sequence[dict[str, Any]]) -> list[float]:
+        specs = [Spec.of({**case.values, **options}) for options in settings]
+        return [goodness(metric, value) for value in _scores(specs, dataset, metric, device, stop, tick)]
+
+    name = _study_name(case, dataset, metric, stop)
+    found = shared_study.search(
+        name, case.grid, score, trials=trials, storage=storage, at_once=at_once, stale_after=stale_after
+    )
+    return Tuned({**case.values, **found.options}, found.options, goodness(metric, found.value), found.complete)
+
+
+def _study_name(case: TuningCase, dataset: Dataset, metric: str, stop: int | None) -> str:
+    """What people look for in a storage, and a hash of all that scores depend on: other runs are another study."""
     values = case.values
     name = " ".join(str(values[key]) for key in ("method", "epsilon", "trust", "divisor") if key in values)
-    name += "" if metric == "accuracy" else f" by {metric}"  # a stored study holds the scores of one metric
-    name += "" if stop is None else f" at round {stop}"
-    study = optuna.create_study(
-        study_name=name,
-        storage=storage,
-        load_if_exists=True,
-        direction="maximize",
-        sampler=optuna.samplers.TPESampler(seed=0),
-    )
-    space = {key: _distribution(options) for key, options in case.grid.items()}
-    done = len(study.get_trials(states=[optuna.trial.TrialState.COMPLETE]))
-    while done < trials:
-        asked = [study.ask(space) for _ in range(min(RUNS_PER_BATCH, trials - done))]
-        specs = [Spec.of({**values, **trial.params}) for trial in asked]
-        for trial, score in zip(asked, _scores(specs, dataset, metric, device, stop, tick), strict=True):
-            study.tell(trial, goodness(metric, score))
-        done += len(asked)
-    best = study.best_trial
-    return Tuned({**values, **best.params}, dict(best.params), goodness(metric, float(best.values[0])), done)
-
-
-def _distribution(values: tuple[Any, ...]) -> Any:
-    """The range between the ends of a grid: log scale for steps, linear for momentum; integers and names as listed."""
-    from optuna import distributions
-
-    if len(values) < 2 or not all(isinstance(value, float) for value in values):
-        return distributions.CategoricalDistribution(values)
-    log = min(values) > 0 and max(values) / min(values) > 3
-    return distributions.FloatDistribution(min(values), max(values), log=log)
+    spec = Spec.of({**values, **next(product(case.grid))}).toml()
+    facts = [spec, sorted(case.grid.items()), len(dataset.y_train), len(dataset.y_test), metric, stop]
+    return f"{name} {hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
