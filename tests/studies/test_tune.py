@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from sordino.data.sources import load
-from sordino.errors import SordinoError
+from sordino.errors import OverspentError, SordinoError
+from sordino.evidence.ledger import Ledger
 from sordino.methods import REGISTRY
 from sordino.privacy import spending
 from sordino.privacy.accounting import gaussian
-from sordino.studies import grids, private_tuning
+from sordino.studies import grids, private_tuning, sweep
 from sordino.studies.tune import TuningCase, _study_name, tune, validated
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -302,3 +303,58 @@ def test_random_stopping_does_not_count_aloud(digits):
         {**BASE, "trust": "trusted-server"}, GRID, validated(digits), "stopping", runs=3, tick=ticks.append
     )
     assert ticks == []
+
+
+# --------------------------------------------------------------------------------------------------- paid from a ledger
+
+FRESH = {key: value for key, value in BASE.items() if key != "seed"}
+
+
+def charged(path):
+    """Runs by search, as the ledger counts them."""
+    with Ledger(path) as ledger:
+        return [row.times for row in ledger.rows()]
+
+
+def spent(path):
+    with Ledger(path) as ledger:
+        (who,) = ledger.people()
+        return ledger.spent_epsilon(who, 1e-5)
+
+
+def test_a_paid_search_that_dies_stays_charged(tmp_path, monkeypatch):
+    """It is charged before its first run, and one that is started again pays again: it has noise of its own."""
+    path = tmp_path / "ledger.db"
+
+    def dies(*given, **keys):
+        assert charged(path) == [4], "the charge comes before the first run"
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(private_tuning, "run_many", dies)
+        with pytest.raises(KeyboardInterrupt):
+            sweep.paid(FRESH, GRID, "count", ledger=path, limit=14.0)
+    assert charged(path) == [4]
+    assert spent(path) == pytest.approx(8.0, rel=1e-6)
+    found = sweep.paid(FRESH, GRID, "count", ledger=path, runs=2)
+    assert found["certificate"]["certified"]
+    assert charged(path) == [4, 2]
+    mu = gaussian.mu(8.0, 1e-5)
+    assert spent(path) == pytest.approx(gaussian.epsilon(math.sqrt(2) * mu, 1e-5), rel=1e-6)
+    with pytest.raises(OverspentError, match="limit"):
+        sweep.paid(FRESH, GRID, "count", ledger=path)
+    assert charged(path) == [4, 2]
+
+
+@pytest.mark.parametrize(
+    ("values", "how", "message"),
+    [
+        (BASE, "count", "--seed|seed"),
+        ({**FRESH, "trust": "trusted-server"}, "stopping", "random stopping does not add up"),
+        ({**FRESH, "trust": "secure-aggregation", "integers": True}, "count", "not Gaussian does not add up"),
+    ],
+)
+def test_a_search_whose_cost_does_not_add_up_is_refused_by_a_ledger(values, how, message, tmp_path):
+    with pytest.raises(SordinoError, match=message):
+        sweep.paid(values, GRID, how, ledger=tmp_path / "ledger.db")
+    assert not (tmp_path / "ledger.db").exists() or not charged(tmp_path / "ledger.db")

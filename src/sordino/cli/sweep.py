@@ -66,6 +66,12 @@ def add(commands: Any) -> None:
         help="share of the training records used for validation (default: 0.1)",
     )
     add_payment(parser, "how tuning is paid for", "all settings; stopping: 16")
+    parser.add_argument(
+        "--ledger", metavar="FILE.db", help="charge all runs of a paid search to this ledger, before the first begins"
+    )
+    parser.add_argument(
+        "--limit", type=float, metavar="X", help="most epsilon of all runs on the same data in --ledger"
+    )
     add_device(parser)
     parser.add_argument("--out", metavar="DIR", help="folder for sweep.json")
     add_json(parser)
@@ -141,6 +147,10 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.search == "optuna" and arguments.trials < 1:
         raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
     check_workers(arguments)
+    if arguments.ledger and arguments.charge_tuning == "no":
+        raise SordinoError("--ledger: nothing is paid for; add --charge-tuning, or leave it out.")
+    if arguments.limit is not None and not arguments.ledger:
+        raise SordinoError("--limit: it is the limit of a ledger; name one with --ledger mine.db.")
     if arguments.storage and not re.match(r"[a-z0-9+]+://", arguments.storage):
         raise SordinoError(f"--storage: '{arguments.storage}' is not the URL of a database; write sqlite:///FILE.db.")
     grid = sweep.grid_of(arguments.grid, arguments.preset, values)
@@ -177,6 +187,8 @@ def act(arguments: argparse.Namespace) -> int:
                 validation=arguments.validation,
                 metric=arguments.metric,
                 runs=arguments.paid_runs,
+                ledger=Path(arguments.ledger) if arguments.ledger else None,
+                limit=arguments.limit,
                 device=arguments.device,
                 out=out,
                 tick=tick,

@@ -27,14 +27,17 @@ from sordino.errors import SordinoError, check_known
 from sordino.evidence.certificate import certificate, of_runs
 from sordino.methods import entry
 from sordino.privacy.accounting import gaussian, selection
+from sordino.privacy.accounting.events import Gaussian, Release
 from sordino.privacy.mechanisms.random import Address, source
 from sordino.privacy.participation import Participation, Sampling
-from sordino.studies.grids import Grid, product
+from sordino.studies.grids import Grid, product, size
 from sordino.studies.tune import validated
+from sordino.training import shared_ledger
 from sordino.training.batch import Trained, run_many
 from sordino.training.evaluate import task_of_data
 from sordino.training.metrics import goodness, ranking_metric
 from sordino.training.resolved import ResolvedSpec, resolve
+from sordino.training.run import join_ledger, prepare_resolved
 from sordino.training.spec import Spec
 from sordino.version import __version__
 
@@ -179,6 +182,50 @@ def search(
     if base.seed is not None:
         promise["why_not_private"] = "the noise and the choice of runs follow from a seed; leave seed out"
     return Chosen(trained[best], settings[best], {**promise, **account})
+
+
+def charge(
+    values: dict[str, Any],
+    grid: Grid,
+    dataset: Dataset,
+    how: str,
+    ledger: Path,
+    limit: float | None = None,
+    *,
+    metric: str | None = None,
+    runs: int | None = None,
+) -> int:
+    """Charge all runs of a search to a ledger of several runs, before the first of them begins.
+
+    A search that dies stays charged, because its runs may have released something. One that is started again has noise
+    of its own, and is charged again.
+
+    Args:
+        values, grid, dataset, how, metric, runs: Those of `search`.
+        ledger: The ledger, as `sordino run --ledger` names it.
+        limit: The most epsilon of all runs on the same data.
+
+    Returns:
+        The number of runs that were charged.
+
+    Raises:
+        SordinoError: The cost of the search does not add up with that of other runs.
+        OverspentError: The ledger cannot pay for it. Nothing was charged.
+    """
+    prepared = prepare_resolved(resolve(Spec.of({**values, **next(product(grid))})), dataset)
+    privacy = prepared.plan.privacy
+    check(prepared.resolved, grid, how, metric)
+    gaussian_only = all(release.mechanism == Gaussian.name for release in shared_ledger.worst_case(prepared.plan))
+    if how == "stopping" or not gaussian_only:
+        why = "random stopping" if how == "stopping" else "noise that is not Gaussian"
+        raise SordinoError(
+            f"--ledger: the cost of a search by {why} does not add up with that of other runs; leave --ledger out."
+        )
+    count = min(runs or math.inf, size(grid))
+    mu = selection.each(gaussian.mu(privacy.epsilon, privacy.delta), int(count))
+    release = Release("runs of a search", mu, 1.0, int(count))
+    join_ledger(prepared, ledger, limit, releases=(release,)).charge(f"search {secrets.token_hex(16)}")
+    return int(count)
 
 
 def _seed(first: int | None, number: int) -> int | None:

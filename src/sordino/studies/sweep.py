@@ -144,17 +144,21 @@ def paid(
     validation: float = 0.1,
     metric: str | None = None,
     runs: int | None = None,
+    ledger: Path | None = None,
+    limit: float | None = None,
     device: str = "cpu",
     out: Path | None = None,
     tick: Tick = lambda runs: None,
 ) -> dict[str, Any]:
     """Tune privately within the budget. With `out`, write the chosen run's model, certificate and statement there.
 
-    runs: see `private_tuning.search`.
+    runs: see `private_tuning.search`. ledger, limit: charge all runs first (`private_tuning.charge`).
     """
     base = resolve(Spec.of({**values, **next(product(grid))}))
     base.check_certifiable()
     dataset = private_tuning.scoring(base, base.read_data(), public, validation)
+    if ledger is not None:
+        private_tuning.charge(values, grid, dataset, how, ledger, limit, metric=metric, runs=runs)
     chosen = private_tuning.search(values, grid, dataset, how, metric=metric, runs=runs, device=device, tick=tick)
     cert = private_tuning.certificate_of(chosen)
     if out:

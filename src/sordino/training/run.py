@@ -46,6 +46,7 @@ from sordino.methods.uncertainty import GRADIENT, HESSIAN, SPREAD
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
 from sordino.privacy import calibration, spending
+from sordino.privacy.accounting.events import Release
 from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.rules.kalman import KalmanState
@@ -178,8 +179,12 @@ def prepare_resolved(
     return PreparedRun(resolved, dataset, records, model, plan, noise, unscaled)
 
 
-def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) -> SharedLedger:
+def join_ledger(
+    run: PreparedRun, path: str | Path, limit: float | None = None, *, releases: tuple[Release, ...] | None = None
+) -> SharedLedger:
     """The account of the run's data in a ledger of several runs (`shared_ledger.join`). Charges nothing.
+
+    releases: what is charged, if it is more than this run.
 
     Raises:
       OverspentError: the ledger cannot pay for the run.
@@ -188,7 +193,7 @@ def join_ledger(run: PreparedRun, path: str | Path, limit: float | None = None) 
     cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
     schema = run.dataset.schema
     digest = records_digest(run.resolved.spec.data, dialect=None if schema is None else schema.dialect)
-    return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"])
+    return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"], releases=releases)
 
 
 def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:

@@ -109,7 +109,13 @@ class SharedLedger(NamedTuple):
 
 
 def join(
-    plan: Plan, path: str | Path, limit: float | None = None, *, data: bytes, reasons: list[str] | None = None
+    plan: Plan,
+    path: str | Path,
+    limit: float | None = None,
+    *,
+    data: bytes,
+    reasons: list[str] | None = None,
+    releases: tuple[Release, ...] | None = None,
 ) -> SharedLedger:
     """The account of a run's data in a shared ledger, which is created if it does not exist. Charges nothing.
 
@@ -120,6 +126,7 @@ def join(
         limit, or else of the plan. A ledger keeps its limit, which can only be tightened.
       data: `records_digest` or `array_digest` of the data. It is keyed before it is written.
       reasons: why the run is not certified; such a run has no cost that adds up.
+      releases: what is charged (default: those of the plan, `worst_case`).
 
     Raises:
       SordinoError: the run is not certified, the limit is no number above 0, the key of the ledger is missing, or the
@@ -148,7 +155,7 @@ def join(
             f"unit: '{path}' counts these data at {others[0].partition(' per ')[2]} level, which does not add up with "
             f"{unit} level; use another ledger."
         )
-    shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan))
+    shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan) if releases is None else releases)
     if limit is None:
         shared.check()
     else:  # stored only if the run fits, because a stored limit cannot be loosened
