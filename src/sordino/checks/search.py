@@ -29,7 +29,7 @@ ROUNDING_SLACK = 1e-9
 TRIALS, CLIMB_STEPS = 40, 10  # for one query: restarts, and steps of hill climbing after each restart
 SIZES = (0.0, 0.1, 100.0, None)  # scales of a random theta; None: the theta of a run
 OTHER_SIZES = (1.0, 3.0, None, 0.3)  # for a further search: deep networks with many classes are worst in between
-LEMMA_STEPS_FACTOR = 6  # more steps for a lemma, whose worst case is not just one long record
+MORE_STEPS = 6  # times as many for a lemma, whose worst case is not just one long record, and in a further search
 EXTREME_VALUES = (math.nan, math.inf, -math.inf, 1e200)  # the square of the last is infinite
 
 Call = tuple[int, int]  # (number of the query, number of the call)
@@ -97,7 +97,7 @@ def sensitivity(
       trials: restarts of the search for one query.
       steps: steps of hill climbing after each restart.
       seed: seed of the search.
-      further: another search, with other thetas and with neighbours that differ in a label alone.
+      further: another search, with more steps, other thetas and neighbours that differ in a label alone.
       rejects: numbers of noised queries that a mutant breaks. Only these are searched, each until it moves further
         than claimed. None searches all of them to the end.
 
@@ -116,7 +116,7 @@ def sensitivity(
         for number, query in enumerate(stage.queries):
             if query.noise is None:
                 continue
-            patience = steps if query.bound is None else LEMMA_STEPS_FACTOR * steps
+            patience = steps * (MORE_STEPS if query.bound is not None or further else 1)
             worst = Found(
                 f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
             )
