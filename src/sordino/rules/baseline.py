@@ -23,7 +23,7 @@ from sordino.lazy import Tensor, torch
 
 NODES = 21  # of the Gauss-Hermite rule
 REACH = 8.0  # constants lie within this distance of the table's log-odds
-HALVINGS = 32
+PARTS, DIVISIONS = 16, 8  # each division keeps one of so many parts of the interval that holds the constant
 # Typical change of a constant by the clip, in log-odds, where records are clipped, and where sums of a person's are.
 BIAS_OF_RECORDS, BIAS_OF_PERSONS = 0.1, 0.3
 LEAST_CURVATURE = LEAST_NOISE = 1e-9
@@ -81,17 +81,19 @@ def recalibrated(weight: Tensor, trained: Tensor, baseline: Baseline) -> Tensor:
     spread = (square - (mean.square() - noise).clamp_min(0)).clamp_min(0).sqrt()
     places, chances = (torch.from_numpy(part).to(w) for part in _nodes())
     predictor = mean + spread * places  # one value per node
+    inner = torch.arange(1, PARTS).to(w)  # edges between parts
     alive, survived = chances.expand_as(predictor), torch.ones_like(mean)
     constants = []
     for k in range(constant.shape[-1]):
         centre = constant[..., k : k + 1]
         survived = survived * (-centre).sigmoid()
-        low, high = centre - REACH, centre + REACH
-        for _ in range(HALVINGS):
-            middle = (low + high) / 2
-            lower = (alive * (-(predictor + middle)).sigmoid()).sum(-1, keepdim=True) > survived
-            low, high = torch.where(lower, middle, low), torch.where(lower, high, middle)
-        b = (low + high) / 2
+        low, part = centre - REACH, 2 * REACH / PARTS
+        for _ in range(DIVISIONS):
+            edges = (low + part * inner).unsqueeze(-1)
+            mean_survival = (alive.unsqueeze(-2) * (-(predictor.unsqueeze(-2) + edges)).sigmoid()).sum(-1)
+            low = low + part * (mean_survival > survived).sum(-1, keepdim=True)  # survival falls from edge to edge
+            part /= PARTS
+        b = low + part * PARTS / 2
         alive = alive * (-(predictor + b)).sigmoid()
         constants.append(b)
     bias = baseline.bias.double().square()
