@@ -478,10 +478,33 @@ def table(works: dict[str, Any]) -> str:
     return "\n".join(lines).replace(", captured", ", graph")
 
 
+def beside_opacus(works: dict[str, Any]) -> str:
+    """The fastest private step beside Opacus's: as its package runs them, and as CUDA graphs."""
+    lines = [
+        "| step | Sordino, ms | Opacus, ms | as a CUDA graph, ms | Sordino is faster by | GiB | Opacus, GiB |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in works.items():
+        ms = {step: 1e3 * statistics.median(samples) for step, samples in found["seconds"].items()}
+        kinds = ("private", "opacus")
+        private, opacus = ({step: t for step, t in ms.items() if step.startswith(kind)} for kind in kinds)
+        if not opacus:
+            continue
+        graphs = {step: t for step, t in opacus.items() if step.endswith(", captured")}
+        plain = {step: t for step, t in opacus.items() if step not in graphs}
+        best = [min(each, key=each.__getitem__) for each in (private, plain, graphs)]
+        ratios = [ms[step] / ms[best[0]] for step in best[1:]]
+        held = [found["peak_bytes"][step.removesuffix(", captured")] / 2**30 for step in (best[0], best[1])]
+        times = " | ".join(f"{ms[step]:.1f}" for step in best)
+        lines.append(f"| {name} | {times} | {ratios[0]:.1f}, {ratios[1]:.1f} | {held[0]:.1f} | {held[1]:.1f} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the results, with the works of an older file that were not measured again."""
+    """Write the results, with the works of an older file that were not measured again, which say how they were."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    older = json.loads(path.read_text())["works"] if path.exists() else {}
+    before = json.loads(path.read_text()) if path.exists() else {"works": {}}
+    older = {name: {"provenance": before["provenance"]} | work for name, work in before["works"].items()}
     names = [work.name for work in WORKS]
     works = dict(sorted((older | results["works"]).items(), key=lambda item: names.index(item[0])))
     path.write_text(json.dumps(results | {"works": works}, separators=(",", ":")) + "\n")
@@ -503,7 +526,8 @@ def main() -> None:
     parser.add_argument("--show", type=Path, help="print the table of a file of results")
     options = parser.parse_args()
     if options.show:
-        print(table(json.loads(options.show.read_text())["works"]))
+        works = json.loads(options.show.read_text())["works"]
+        print(beside_opacus(works) or table(works))
         return
     options.repetitions = options.repetitions or (2 if options.tiny else 15)
     asked = [work.name for work in WORKS] if options.works is None else options.works.split(",")
@@ -543,7 +567,7 @@ def main() -> None:
             continue
         found = attempt(errors, work.name, lambda work=work: one_work(work, options, device, errors))
         if found is not None:
-            works[work.name] = found | {"summary": summary(found), "provenance": about}
+            works[work.name] = found | {"summary": summary(found)}
             for name, samples in found["seconds"].items():
                 found["seconds"][name] = [float(f"{value:.4g}") for value in samples]
                 peak = found["peak_bytes"].get(name)
