@@ -65,6 +65,45 @@ def test_a_damaged_tokenizer_is_named(tmp_path):
         text.tokenize(["a"], 8, tmp_path)
 
 
+# ----------------------------------------------------------------------------------------- causal language models
+
+SPECIAL = {"pad": 0, "end": 0, "vocabulary": 15}
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory):
+    """A tokenizer of words, as GPT-2's: good is 1, film is 7, the is 8."""
+    folder = tmp_path_factory.mktemp("words")
+    language.tokenizer(folder, "gpt2")
+    return folder
+
+
+def test_a_sequence_ends_and_is_padded(words):
+    rows = text.sequences(["the film", "the film was good and the film was bad"], 5, words, **SPECIAL | {"end": 14})
+    assert rows.tolist() == [[8, 7, 14, 0, 0], [8, 7, 10, 1, 13]]
+
+
+def test_tokens_of_prompts_are_marked_and_long_prompts_lose_their_beginning(words):
+    (row,) = text.sequences(["good"], 6, words, prompts=["the film"], **SPECIAL)
+    assert row.tolist() == [-1 - 8, -1 - 7, 1, 0, 0, 0]
+    (row,) = text.sequences(["good bad"], 6, words, prompts=["it was not the film a"], **SPECIAL)
+    assert row.tolist() == [-1 - 8, -1 - 7, -1 - 9, 1, 2, 0], "the last three tokens of the prompt"
+
+
+def test_a_tokenizer_of_another_model_and_short_rows_are_refused(words):
+    with pytest.raises(SordinoError, match="has 15 tokens, but the model has 9"):
+        text.sequences(["good"], 6, words, **SPECIAL | {"vocabulary": 9})
+    with pytest.raises(SordinoError, match="length: 2 leaves no room"):
+        text.sequences(["good"], 2, words, **SPECIAL)
+
+
+def test_prompts_become_tokens_and_back(words):
+    assert text.encode("the film", words) == [8, 7]
+    assert text.decode([8, 7, 0], words).split()[:2] == ["the", "film"]
+    with pytest.raises(SordinoError, match="prompt: ' ' has no token"):
+        text.encode(" ", words)
+
+
 # ---------------------------------------------------------------------------------------------------- tables of text
 
 

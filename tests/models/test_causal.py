@@ -1,5 +1,7 @@
 """Causal language models: one sequence is one record, and its loss is clipped as one."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.func import functional_call
 from sordino import Plan, Privacy, Records, build, simulate, source
 from sordino.checks.sums import neighbours
 from sordino.core import SAFETY, Adjacency, Shard
-from sordino.data.text import tokenize
+from sordino.data.text import sequences, tokenize
 from sordino.errors import SordinoError
 from sordino.models import causal
 from sordino.models.lora import load_peft, module_of, save_peft
@@ -116,6 +118,100 @@ def test_only_answers_count_where_a_token_separates_them(folder):
     ids = torch.tensor([[8, 7, 9, 1, 2, 0]])
     assert module_of(whole).counted(ids).tolist() == [[True] * 5]
     assert module_of(answer).counted(ids).tolist() == [[False, False, True, True, True]]
+
+
+def prompted(folder, n=24):
+    """Rows in which three tokens of a prompt come before a text."""
+    special = causal.special_tokens(folder)._asdict()
+    del special["stops"]
+    texts = [text.replace("film", ("warm", "cold")[k % 2]) for k, text in enumerate(TEXTS[:n])]
+    prompts = ["the film was", "it was not", "a very good", "and the film"] * 6
+    return torch.from_numpy(sequences(texts, LENGTH, folder, prompts=prompts[:n], **special)).float()
+
+
+def test_tokens_of_a_prompt_are_read_and_not_learned(folder, model):
+    """Against the loss of the library, whose labels are -100 for the prompt and after the end."""
+    from transformers import GPT2LMHeadModel
+
+    rows = prompted(folder)[:4].long()
+    assert (rows[:, :3] < 0).all()
+    ids = torch.where(rows < 0, -1 - rows, rows)
+    labels = torch.where(rows < 0, -100, ids)
+    for row, label in zip(ids, labels, strict=True):
+        ends = (row == 0).nonzero()
+        label[(int(ends[0, 0]) if len(ends) else len(row)) + 1 :] = -100
+    network = GPT2LMHeadModel.from_pretrained(folder).eval()
+    with torch.no_grad():
+        want = [float(network(i[None], labels=y[None]).loss) for i, y in zip(ids, labels, strict=True)]
+    np.testing.assert_allclose(causal.losses(model, model.init(), rows.float()), want, rtol=1e-5)
+    other = rows.clone()
+    other[:, 0] = -1 - 5
+    assert not torch.allclose(
+        causal.losses(model, model.init(), other.float()), causal.losses(model, model.init(), rows.float())
+    ), "prompts are read"
+
+
+def test_a_sequence_without_a_token_that_counts_adds_zero(folder, model):
+    rows, theta = prompted(folder)[:4], model.init() + 0.1
+    empty = -1 - rows[:1].long().abs().float()  # a prompt alone
+    assert causal.counted_tokens(model, empty).tolist() == [0]
+    assert 0 < float(causal.losses(model, theta, empty)) < 2 * causal.LEAST_LOSS
+
+    def total(x):
+        return model.clipped_sum(theta, Shard(x, torch.zeros(len(x), dtype=torch.long), torch.ones(len(x))), 0.01)
+
+    assert torch.equal(total(empty), torch.zeros(model.size, dtype=torch.float64))
+    assert total(rows).norm() > 0
+    torch.testing.assert_close(total(torch.cat([rows, empty])), total(rows), rtol=1e-5, atol=1e-8)
+
+
+class ClipsTokens(TorchModel):
+    """Mutant: every token that counts is a term of its own, with a clip of its own."""
+
+    def clipped_sum(self, theta, shard, clip, scale=None):
+        module, total = module_of(self), 0.0
+        for row, kept in zip(shard.x, shard.mask, strict=True):
+            for place in module.counted(row[None].long())[0].nonzero()[:, 0].tolist():
+                one = torch.where(torch.arange(len(row)) == place + 1, row, -1 - row.abs())
+                one = torch.where(row < 0, row, one)
+                label = torch.zeros(1, dtype=torch.long)
+                total = total + super().clipped_sum(theta, Shard(one[None], label, kept.reshape(1)), clip, scale)
+        return total
+
+
+def test_a_prompted_sequence_is_one_clipped_term(folder, model):
+    rows = prompted(folder)
+    assert max(moved(model, rows, 0.01)) <= 1
+    assert max(moved(ClipsTokens(module_of(model), shape=(LENGTH,), check=False), rows, 0.01)) > 1
+
+
+class MeanOverBatch(causal.Sequences):
+    """Mutant: divides by the tokens of all sequences, as a mean over a batch does."""
+
+    def losses(self, logits, rows):
+        own = super().losses(logits, rows) * self.counted(rows).sum(1)
+        return own * len(rows) / self.counted(rows).sum()
+
+
+def test_a_mean_over_the_tokens_of_a_batch_is_refused(model):
+    inner = module_of(model)
+    with pytest.raises(SordinoError, match="depends on the other rows"):
+        TorchModel(MeanOverBatch(inner.network, inner.pad, ends=True), shape=(LENGTH,))
+
+
+def test_special_tokens_are_those_of_the_configuration(folder, tmp_path):
+    assert causal.special_tokens(folder) == (0, 0, {0}, 15)
+    about = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(about | {"eos_token_id": [3, 4], "pad_token_id": 2}))
+    assert causal.special_tokens(tmp_path) == (2, 3, {2, 3, 4}, 15)
+    (tmp_path / "config.json").write_text(json.dumps(about | {"eos_token_id": None}))
+    with pytest.raises(SordinoError, match="has neither pad_token_id nor eos_token_id"):
+        causal.special_tokens(tmp_path)
+    with pytest.raises(SordinoError, match="weights: '/nowhere' is not a folder"):
+        causal.special_tokens("/nowhere")
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(SordinoError, match="holds no configuration"):
+        causal.special_tokens(tmp_path)
 
 
 def test_padding_counts_once_if_it_ends_a_text_and_never_else(model):

@@ -44,6 +44,16 @@ def reviews(path, n=40):
     return str(path)
 
 
+def answers(path, n=40):
+    """A table of questions and answers of three clinics."""
+    lines = ["id,question,answer,clinic"]
+    for k in range(n):
+        word, more = WORDS[k % 4], WORDS[(3 * k) % 5]
+        lines.append(f"{k},the film was {'not' if k % 2 else 'very'} {more},it was {word} and {more},{k % 3}")
+    path.write_text("\n".join(lines) + "\n")
+    return str(path)
+
+
 def gpt2(folder, layers=1, width=16):
     """A GPT-2 of one layer, in the format of the published one."""
     transformers = pytest.importorskip("transformers", reason="pip install sordino[transformers]")

@@ -118,16 +118,16 @@ def npz_features(path: Path, columns: Sequence[str], count: int) -> np.ndarray:
 
 
 def _open_with_roles(
-    path: Path, label: str | None, others: Mapping[str, str | None]
+    path: Path, label: str | None, others: Mapping[str, str | None], *, labelled: bool = True
 ) -> tuple[Any, list[str], dict[str, str | None]]:
-    """A table, its columns, and which of them have a role. The label's may be found by its usual name."""
+    """A table, its columns, and which of them have a role. The label's, if any, may be found by its usual name."""
     table = open_table(path)
     # A data frame's saved index is a name of the row, not a feature of it.
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
     if len(set(names)) < len(names) or "" in names:
         twice = sorted({name for name in names if names.count(name) > 1 or not name})
         raise SordinoError(f"data: column names {twice} in '{path}' are empty or repeated; name each column once.")
-    if label is None:
+    if label is None and labelled:
         found = [name for name in LABEL_COLUMNS if name in names]
         if len(found) != 1:
             why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABEL_COLUMNS)}"
@@ -168,32 +168,46 @@ def _roles(table: Any, roles: Mapping[str, str | None]) -> list[Any]:
     return [None if name is None else _words(table.column(name), role, name) for role, name in named.items()]
 
 
-def read_texts(path: Path, text: str, label: str | None, client: str | None, person: str | None = None) -> Raw:
-    """A table with a column of text: `x` holds its strings, one per record. Other columns are ignored.
+def read_texts(
+    path: Path,
+    text: str,
+    label: str | None,
+    client: str | None,
+    person: str | None = None,
+    prompt: str | None = None,
+    *,
+    labelled: bool = True,
+) -> Raw:
+    """A table with a column of text: `x` holds its strings, records by one column, or by two with a prompt.
+
+    Other columns are ignored. Where records are not labelled, all labels are 0.
 
     Raises:
         SordinoError: A column is absent, or a text is missing.
     """
-    table, _, roles = _open_with_roles(path, label, {"text": text, "client": client, "person": person})
-    x = text_column(table, text, path)
+    others = {"text": text, "prompt": prompt, "client": client, "person": person}
+    table, _, roles = _open_with_roles(path, label, others, labelled=labelled)
+    columns = [text_column(table, text, path)]
+    if prompt is not None:
+        columns.append(text_column(table, prompt, path, "prompt"))
     y, site, who = _roles(table, roles)
-    return Raw(np.asarray(x, object), y, site, person=who)
+    return Raw(np.asarray(columns, object).T, np.zeros(len(columns[0]), int) if y is None else y, site, person=who)
 
 
-def text_column(table: Any, name: str, path: Path) -> list[str]:
-    """The strings of a column.
+def text_column(table: Any, name: str, path: Path, field: str = "text") -> list[str]:
+    """The strings of a column. field: the setting that named it, for errors.
 
     Raises:
         SordinoError: The column is absent, does not hold text, or lacks an entry.
     """
     if name not in table.column_names:
-        raise SordinoError(f"text: '{path}' has no column '{name}'.{nearest(name, table.column_names)}")
+        raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, table.column_names)}")
     tables.check_encoding(table, [name], path)
     if _numeric(table.column(name)) is not None:
-        raise SordinoError(f"text: column '{name}' of '{path}' holds numbers; name a column of text.")
+        raise SordinoError(f"{field}: column '{name}' of '{path}' holds numbers; name a column of text.")
     cells = tables.texts(table.column(name)).to_pylist()
     if absent := sum(cell is None or cell == "" for cell in cells):
-        raise SordinoError(f"text: {absent} entries of column '{name}' are missing; fill or drop those records.")
+        raise SordinoError(f"{field}: {absent} entries of column '{name}' are missing; fill or drop those records.")
     return [str(cell) for cell in cells]
 
 

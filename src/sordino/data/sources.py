@@ -27,7 +27,9 @@ class TextColumn(NamedTuple):
     """A column of text, and how its strings become numbers: each by itself, and by public rules."""
 
     name: str
-    encode: Callable[[Sequence[str]], np.ndarray]  # (n strings) -> n rows of token ids
+    encode: Callable[..., np.ndarray]  # (n strings) -> n rows of token ids; with a prompt (n texts, n prompts)
+    prompt: str | None = None  # the column of what comes before each text, and is not learned
+    labelled: bool = True  # records have a label; False where the text itself is learned
 
 
 class Dataset(NamedTuple):
@@ -48,6 +50,7 @@ class Dataset(NamedTuple):
         person_test: Whom each test record is about; None where nothing says.
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
         shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
+        sequences: Records are texts that are learned token by token, and all labels are 0.
 
     Example:
         >>> import sordino as so
@@ -70,6 +73,7 @@ class Dataset(NamedTuple):
     person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
     weight: np.ndarray | None = None  # factors in [0, 1] on the terms of training records; None where all count fully
     shape: tuple[int, ...] = ()  # of one record as the source has it; empty where records are plain rows
+    sequences: bool = False  # records are texts that are learned token by token, and all labels are 0
 
     @property
     def unit(self) -> float:
@@ -78,8 +82,8 @@ class Dataset(NamedTuple):
 
     @property
     def task(self) -> str:
-        """What the labels are: classes, quantity, count or survival."""
-        named = "" if self.schema is None else self.schema.task
+        """What the labels are: classes, quantity, count, survival, or sequence where the text itself is learned."""
+        named = "sequence" if self.sequences else "" if self.schema is None else self.schema.task
         return named or ("classes" if self.classes else "quantity")
 
 
@@ -151,7 +155,10 @@ def load(
     raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
     check_same_length(x, "x", raw.y, "y")
     y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
-    if classes is not None and not classes:
+    sequences = text is not None and not text.labelled
+    if sequences:
+        found = ()
+    elif classes is not None and not classes:
         found, y = (), quantities(raw.y)
         y_test = None if raw.y_test is None else quantities(raw.y_test)
     elif classes:
@@ -199,6 +206,7 @@ def load(
     return Dataset(
         *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),
         shape=shape,
+        sequences=sequences,
     )
 
 
@@ -329,8 +337,11 @@ def _read_by_text(
         raise SordinoError(
             f"normalize: {normalize}, but the features are token ids, which are no amounts; leave it out."
         )
-    raw = read_texts(_table_path(source, "text"), text.name, label, client, person)
-    return raw._replace(x=text.encode(raw.x.tolist()))
+    if label is not None and not text.labelled:
+        raise SordinoError(f"label: '{label}', but the text itself is learned, without labels; leave label out.")
+    roles = (label, client, person, text.prompt)
+    raw = read_texts(_table_path(source, "text"), text.name, *roles, labelled=text.labelled)
+    return raw._replace(x=text.encode(*raw.x.T.tolist()))
 
 
 def _name(source: str) -> str:

@@ -48,6 +48,76 @@ def tokenize(
     return ids
 
 
+def sequences(
+    texts: Sequence[str],
+    length: int,
+    tokenizer: str | Path,
+    *,
+    pad: int,
+    end: int,
+    vocabulary: int,
+    prompts: Sequence[str] | None = None,
+) -> np.ndarray:
+    """Rows for a causal language model: the tokens of each text, the token that ends it, and padding.
+
+    A prompt comes before its text, with a line break between them. Its tokens are stored as -1 - id: the model reads
+    them, and they are not learned. Of a long prompt the last `length // 2` tokens are kept, so that there is room for
+    the text, which is cut at its end.
+
+    Args:
+      texts: one per record.
+      length: tokens per row, at least 3.
+      tokenizer: a `tokenizer.json` or the folder it is in.
+      pad: the id that fills a row.
+      end: the id that ends a text.
+      vocabulary: of the model; the ids of the tokenizer must be below it.
+      prompts: one per text.
+
+    Returns:
+      Records by `length`, int32.
+
+    Raises:
+      SordinoError: the tokenizer is missing or has more tokens than the model, or an argument is out of its range.
+    """
+    if length < 3:
+        raise SordinoError(f"length: {length} leaves no room for a text; give 3 or more.")
+    engine = _whole(tokenizer)
+    if engine.get_vocab_size() > vocabulary:
+        raise SordinoError(
+            f"tokenizer: '{tokenizer}' has {engine.get_vocab_size():,} tokens, but the model has {vocabulary:,}; use "
+            "the tokenizer of these weights."
+        )
+    rows = np.full((len(texts), length), pad, np.int32)
+    for k, text in enumerate(texts):
+        given = [] if prompts is None else engine.encode(before(prompts[k])).ids[-(length // 2) :]
+        learned = engine.encode(text, add_special_tokens=prompts is None).ids
+        row = [*(-1 - token for token in given), *learned, *([] if learned[-1:] == [end] else [end])][:length]
+        rows[k, : len(row)] = row
+    return rows
+
+
+def before(prompt: str) -> str:
+    """A prompt as the model reads it before a text: with a line break at its end."""
+    return f"{prompt}\n"
+
+
+def encode(prompt: str, tokenizer: str | Path) -> list[int]:
+    """The token ids of one text, whole and without padding.
+
+    Raises:
+      SordinoError: the tokenizer is missing, or the text has no token.
+    """
+    ids: list[int] = _whole(tokenizer).encode(prompt).ids
+    if not ids:
+        raise SordinoError(f"prompt: {prompt!r} has no token; write at least one word.")
+    return ids
+
+
+def decode(ids: Sequence[int], tokenizer: str | Path) -> str:
+    """The text of token ids, without special tokens."""
+    return str(_tokenizer(tokenizer).decode(list(ids)))
+
+
 def load(
     task: str = "sst2", *, length: int = 64, tokenizer: str | Path = "minilm", data_dir: str | Path | None = None
 ) -> Dataset:
@@ -75,6 +145,14 @@ def column(name: str, length: int, tokenizer: str | Path) -> TextColumn:
 
 def _rows(part: glue.Sentences, length: int, tokenizer: str | Path) -> np.ndarray:
     return tokenize(part.first, length, tokenizer, part.second or None).astype(np.float32)
+
+
+def _whole(which: str | Path) -> Any:
+    """A tokenizer that neither cuts nor pads."""
+    engine = _tokenizer(which)
+    engine.no_truncation()
+    engine.no_padding()
+    return engine
 
 
 def _tokenizer(which: str | Path) -> Any:

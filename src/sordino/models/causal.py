@@ -1,9 +1,11 @@
 """Causal language models with low-rank adapters: one record is one sequence of tokens, and its loss is clipped as one.
 
-A row holds token ids as exact float32 numbers, padded at the end. The loss of a sequence is the mean of -log p over its
-own next tokens. `TorchModel` clips cross entropies of classes, so the module returns two scores per sequence whose
-cross entropy with class 0 is exactly that loss: softmax of the scores is (exp(-loss), 1 - exp(-loss)). All labels are
-0, every bound of `TorchModel` holds as it is, and one sequence moves a clipped sum by at most the clip.
+A row holds token ids as exact float32 numbers, padded at the end. A token of a prompt is stored as -1 - id: the model
+reads it, and it is not learned. The loss of a sequence is the mean of -log p over its own next tokens. `TorchModel`
+clips cross entropies of classes, so the module returns two scores per sequence whose cross entropy with class 0 is
+exactly that loss: softmax of the scores is (exp(-loss), 1 - exp(-loss)). All labels are 0, every bound of `TorchModel`
+holds as it is, and one sequence moves a clipped sum by at most the clip. The loss of a sequence without a token that
+counts is constant, so that it adds zero.
 
 Perplexity and generation read the trained parameters only, so they cost no privacy beyond the records they read.
 """
@@ -13,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +30,22 @@ from sordino.models.transformers import library, loaded
 
 LEAST_LOSS = 1e-6  # nats per token; below it the second score would be minus infinity
 MOST_TOKENS = 4096  # that one call generates
+
+
+class SpecialTokens(NamedTuple):
+    """What a model's configuration says of its tokens.
+
+    Attributes:
+      pad: the id that fills a row after its text.
+      end: the id that ends a text.
+      stops: the ids after which nothing more is generated.
+      vocabulary: ids are below it.
+    """
+
+    pad: int
+    end: int
+    stops: frozenset[int]
+    vocabulary: int
 
 
 class Sequences(nn.Module):
@@ -46,24 +64,66 @@ class Sequences(nn.Module):
 
     def forward(self, x: Tensor, tokens: bool = False) -> Tensor:
         """Scores (n, 2) of rows; or logits (n, length, vocabulary) of the tokens after each position."""
-        ids = x.long()
-        logits: Tensor = self.network(input_ids=ids, use_cache=False).logits
+        rows = x.long()
+        logits: Tensor = self.network(input_ids=_ids(rows), use_cache=False).logits
         if tokens:
             return logits
-        loss = self.losses(logits, ids).clamp(min=LEAST_LOSS)
+        loss = self.losses(logits, rows).clamp(min=LEAST_LOSS)
         return torch.stack([torch.zeros_like(loss), loss + torch.log(-torch.expm1(-loss))], -1)
 
-    def losses(self, logits: Tensor, ids: Tensor) -> Tensor:
-        """The mean of -log p over the tokens of each sequence that count."""
-        counted = self.counted(ids).to(torch.promote_types(logits.dtype, torch.float32))
-        each = cross_entropy(logits[:, :-1].mT.to(counted.dtype), ids[:, 1:], reduction="none")
+    def losses(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """The mean of -log p over the tokens of each sequence that count; 0 where none does."""
+        counted = self.counted(rows).to(torch.promote_types(logits.dtype, torch.float32))
+        each = cross_entropy(logits[:, :-1].mT.to(counted.dtype), _ids(rows)[:, 1:], reduction="none")
         return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
 
-    def counted(self, ids: Tensor) -> Tensor:
-        """Which tokens after the first count: those before the padding, its first one if it ends the text."""
-        ended = (ids[:, 1:] == self.pad).cumsum(1)
-        fine = ended <= 1 if self.ends else ended == 0
-        return fine if self.after is None else fine & ((ids[:, :-1] == self.after).cumsum(1) > 0)
+    def counted(self, rows: Tensor) -> Tensor:
+        """Which tokens after the first count: those before the padding, its first one if it ends the text, and none of
+        a prompt."""
+        ended = (rows[:, 1:] == self.pad).cumsum(1)
+        fine = (rows[:, 1:] >= 0) & (ended <= 1 if self.ends else ended == 0)
+        return fine if self.after is None else fine & ((rows[:, :-1] == self.after).cumsum(1) > 0)
+
+
+def _ids(rows: Tensor) -> Tensor:
+    """Token ids of rows; those of prompts are stored as -1 - id."""
+    return torch.where(rows < 0, -1 - rows, rows)
+
+
+def special_tokens(weights: str | Path) -> SpecialTokens:
+    """The special tokens of the model in a folder, from its configuration.
+
+    Args:
+      weights: a folder that `save_pretrained` wrote.
+
+    Returns:
+      Its special tokens.
+
+    Raises:
+      SordinoError: the folder has no configuration, or it names neither padding nor an end.
+    """
+    if not Path(weights).expanduser().is_dir():
+        raise SordinoError(f"weights: '{weights}' is not a folder; name one that save_pretrained wrote.")
+    try:
+        about = library().AutoConfig.from_pretrained(
+            Path(weights).expanduser(), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise SordinoError(f"weights: '{weights}' holds no configuration of a model ({first}).") from error
+    return _special_tokens(about, weights)
+
+
+def _special_tokens(about: Any, weights: str | Path) -> SpecialTokens:
+    ends = about.eos_token_id if isinstance(about.eos_token_id, list) else [about.eos_token_id]
+    known = [int(token) for token in (about.pad_token_id, *ends) if token is not None]
+    if not known:
+        raise SordinoError(
+            f"weights: the configuration of '{weights}' has neither pad_token_id nor eos_token_id; set one."
+        )
+    end = known[0] if ends[0] is None else int(ends[0])
+    pad = end if about.pad_token_id is None else int(about.pad_token_id)
+    return SpecialTokens(pad, end, frozenset(known), int(about.vocab_size))
 
 
 def build(
@@ -107,16 +167,11 @@ def build(
     """
     network = loaded(library().AutoModelForCausalLM, weights)
     about: Any = network.config
-    ends = about.eos_token_id[0] if isinstance(about.eos_token_id, list) else about.eos_token_id
-    pad = ends if about.pad_token_id is None else about.pad_token_id
-    if pad is None:
-        raise SordinoError(
-            f"weights: the configuration of '{weights}' has neither pad_token_id nor eos_token_id; set one."
-        )
+    special = _special_tokens(about, weights)
     if not 2 <= length <= about.max_position_embeddings:
         raise SordinoError(f"length: {length} must lie between 2 and {about.max_position_embeddings}, the positions.")
     adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=[], seed=seed)
-    module = Sequences(network, int(pad), pad == ends, after)
+    module = Sequences(network, special.pad, special.pad == special.end, after)
     return TorchModel(module, shape=(length,), autocast=autocast, chunk=chunk, classes=2, check=check)
 
 
@@ -129,7 +184,7 @@ def losses(model: TorchModel, theta: Tensor, rows: Tensor | np.ndarray) -> Tenso
       rows: token ids, sequences by `length`.
 
     Returns:
-      One number per sequence.
+      One number per sequence, with leading axes where theta has them.
     """
     z = model.logits(theta, rows).double()
     return z.logsumexp(-1) - z[..., 0]
@@ -149,12 +204,29 @@ def perplexity(model: TorchModel, theta: Tensor, rows: Tensor | np.ndarray) -> f
     Raises:
       SordinoError: no token counts.
     """
-    ids = torch.as_tensor(rows).long()
-    counts = _sequences(model).counted(ids).sum(1).double()
+    counts = counted_tokens(model, rows)
     if not counts.sum() > 0:
         raise SordinoError("rows: no token counts; give texts of at least two tokens.")
-    each = losses(model, theta, ids.to(theta)).cpu()
+    each = losses(model, theta, torch.as_tensor(rows).to(theta)).cpu()
     return math.exp(float((each * counts).sum() / counts.sum()))
+
+
+def counted_tokens(model: TorchModel, rows: Tensor | np.ndarray) -> Tensor:
+    """How many tokens of each sequence count in its loss.
+
+    Args:
+      model: what `build` returned.
+      rows: token ids, sequences by `length`.
+
+    Returns:
+      One number per sequence, in float64 on the CPU.
+    """
+    return _sequences(model).counted(torch.as_tensor(rows).long()).sum(1).double().cpu()
+
+
+def is_causal(model: Any) -> bool:
+    """Whether `build` made the model, so that its records are sequences without labels."""
+    return isinstance(model, TorchModel) and isinstance(model.module, Sequences)
 
 
 def generate(
@@ -189,6 +261,7 @@ def generate(
         )
     module, params = module_of(model), model.split(theta)
     about: Any = _sequences(model).network.config
+    stops = _special_tokens(about, "the model").stops
     generator, ids = torch.Generator().manual_seed(seed), list(map(int, tokens))
     module.eval()
     for _ in range(most):
@@ -196,7 +269,7 @@ def generate(
         with torch.no_grad():
             z = functional_call(module, params, (row,), {"tokens": True})[0, -1].float().cpu()
         drawn = torch.multinomial((z / temperature).softmax(-1), 1, generator=generator) if temperature else z.argmax()
-        if int(drawn) in (_sequences(model).pad, about.eos_token_id):
+        if int(drawn) in stops:
             break
         ids.append(int(drawn))
     return ids[len(tokens) :]

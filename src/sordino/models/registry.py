@@ -31,6 +31,10 @@ BuiltModel: TypeAlias = "Linear | Hazards | Trees | TorchModel"
 OF_TASKS = {"count": ("poisson", "trees"), "survival": ("hazards",)}
 LEAST_PREVALENCE = 1e-5  # of a class
 MOST_SIDE = 1024  # pixels that images are resized to
+NO_WEIGHTS = (
+    "weights: causal-lora is whatever causal language model a folder holds; name one that save_pretrained wrote, as in "
+    "--set weights=FOLDER."
+)
 FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
 
 
@@ -43,6 +47,8 @@ class ModelEntry:
     reads: str = "numbers"  # what a row holds: numbers, an image, or the token ids of a text
     network: bool = True  # a network rather than a linear model
     shared_batch: bool = False  # whether several runs may train side by side
+    adapters: bool = False  # it trains adapters, which are written in PEFT's format too
+    causal: bool = False  # it learns the text itself, token by token: records have no labels
 
     @cached_property
     def options(self) -> dict[str, Declared]:
@@ -386,8 +392,42 @@ for _name, _kind in TRANSFORMERS.items():
             f"{_kind.model} with low-rank adapters",
             "text" if _kind.text else "image",
             shared_batch=True,
+            adapters=True,
         ),
     )
+
+
+def _causal(
+    features: int,
+    classes: int,
+    *,
+    seed: int = 0,
+    autocast: torch.dtype | None = None,
+    weights: str | None = None,
+    lora_rank: int = 16,
+    lora_alpha: float = 32.0,
+    lora_dropout: float = 0.1,
+) -> TorchModel:
+    if classes:
+        raise SordinoError("model: causal-lora learns text and no classes; use sequence-lora, or leave label out.")
+    if weights is None:
+        raise SordinoError(NO_WEIGHTS)
+    from sordino.models import causal
+
+    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
+    return causal.build(weights, length=features, **how)
+
+
+register(
+    "causal-lora",
+    ModelEntry(
+        _causal,
+        "a causal language model (GPT-2 and the like) from a folder, with low-rank adapters",
+        "text",
+        adapters=True,
+        causal=True,
+    ),
+)
 
 
 def _needs_classes(name: str, classes: int) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -272,13 +273,27 @@ def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
     if not folder.is_dir():
         raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
     try:
-        module: nn.Module = make.from_pretrained(
-            folder, local_files_only=True, ignore_mismatched_sizes=True, trust_remote_code=False, **config
-        )
+        with _without_bar():
+            module: nn.Module = make.from_pretrained(
+                folder, local_files_only=True, ignore_mismatched_sizes=True, trust_remote_code=False, **config
+            )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().split("\n")[0]
         raise SordinoError(f"weights: '{folder}' holds no {make.__name__} ({first}).") from error
     return module
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Without the library's own progress bar: a run shows listed lines alone."""
+    log = library().utils.logging
+    shown = log.is_progress_bar_enabled()
+    log.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            log.enable_progress_bar()
 
 
 def library() -> Any:
