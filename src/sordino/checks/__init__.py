@@ -24,6 +24,7 @@ import torch
 from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
+from sordino.checks.language import clips_every_token, small_language
 from sordino.checks.mutants import MUTANTS, OF_CLIPPINGS, breaks, concerns, weighed_records, weighs_beyond_the_clip
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.sums import ROWS, OneAccumulator, sums
@@ -74,6 +75,7 @@ LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
 UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
 CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clipping of networks
 CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
+SEQUENCES = "sequences"  # as reports and `sordino check` name causal language models
 WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
@@ -314,6 +316,34 @@ def check_clipping(
     return reports
 
 
+def check_sequences(
+    name: str = SEQUENCES, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with a small causal language model, whose records may begin with a prompt.
+
+    There is one more mutant: every token that counts is clipped by itself.
+
+    Args:
+      name: the name that reports show.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, noised query and adjacency.
+    """
+    model, reports = small_language(), []
+    for unit in units:
+        method = entry("dp-fedgd").at(unit)
+        for report in _reports(name, method, [model], trials, seed):
+            wrong = clips_every_token(method, model)
+            found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
+            missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", clips_every_token)]
+            problems = [*report.problems, *missed]
+            reports.append(report._replace(passed=not problems, problems=problems))
+    return reports
+
+
 def small_network() -> TorchModel:
     """Two layers, for records of three features and two classes."""
     with torch.random.fork_rng(devices=[]):
@@ -322,8 +352,8 @@ def small_network() -> TorchModel:
 
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, calibrated intercepts, class weights, laws of clipping, survival, the tallies, and
-    the sums.
+    """Check every registered method, calibrated intercepts, class weights, laws of clipping, causal language models,
+    survival, the tallies, and the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -337,6 +367,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
     methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
     methods += check_uncertainty(trials=trials, seed=seed) + check_clipping(trials=trials, seed=seed)
+    methods += check_sequences(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -415,6 +446,7 @@ __all__ = [
     "check_calibration",
     "check_clipping",
     "check_model",
+    "check_sequences",
     "check_sums",
     "check_tally",
     "check_uncertainty",

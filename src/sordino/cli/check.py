@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         "method",
         nargs="*",
         metavar="METHOD",
-        help="methods (see 'sordino methods'), models, calibrate, clipping, evaluation, statistics",
+        help="methods (see 'sordino methods'), models, calibrate, clipping, sequences, evaluation, statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
@@ -116,6 +116,7 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.checks import (
         CALIBRATE,
         CLIPPING,
+        SEQUENCES,
         UNCERTAINTY,
         WEIGHTS,
         Report,
@@ -123,6 +124,7 @@ def act(arguments: argparse.Namespace) -> int:
         check_calibration,
         check_clipping,
         check_model,
+        check_sequences,
         check_sums,
         check_tally,
         check_uncertainty,
@@ -136,7 +138,7 @@ def act(arguments: argparse.Namespace) -> int:
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
     names = (
-        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, "hazards", *counted, *outside]
+        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, "hazards", *counted, *outside]
         if arguments.all
         else arguments.method
     )
@@ -147,7 +149,7 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING):
+        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES):
             registry.entry(name) if name in models else methods.entry(name)
     sums = arguments.all or arguments.sums
     reports: list[Report] = []
@@ -161,6 +163,7 @@ def act(arguments: argparse.Namespace) -> int:
                 WEIGHTS: check_weights,
                 UNCERTAINTY: check_uncertainty,
                 CLIPPING: check_clipping,
+                SEQUENCES: check_sequences,
                 **dict.fromkeys(counted, check_tally),
             }
             checked: Callable[[str], list[Report]] = others.get(name) or (
