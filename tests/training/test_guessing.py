@@ -115,3 +115,12 @@ def test_the_remedy_is_not_what_the_run_does_already(trust, clients, says):
     resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
     plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients)
     assert remedy(SimpleNamespace(resolved=resolved, plan=plan)).endswith(says)
+
+
+def test_a_language_model_is_compared_with_itself_before_training():
+    texts = SimpleNamespace(y_test=np.zeros(3), classes=(), unit=1.0, task="sequence")
+    assert beats_constant_guess(texts, {"perplexity": 9.0, "perplexity_before": 10.0})
+    assert not beats_constant_guess(texts, {"perplexity": 10.0, "perplexity_before": 10.0})
+    assert no_better(texts, {"perplexity": None, "perplexity_before": 10.0}) == (
+        "its perplexity is not a number, that before training is 10"
+    )

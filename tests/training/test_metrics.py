@@ -311,3 +311,10 @@ def test_a_threshold_is_a_probability(threshold):
 
     with pytest.raises(SordinoError, match=rf"threshold: {threshold:g} must lie between 0 and 1"):
         Spec.of({"threshold": threshold})
+
+
+def test_perplexity_counts_every_token_once():
+    loss, tokens = np.array([1.0, 3.0, 9.0]), np.array([3.0, 1.0, 0.0])
+    found = metrics.score(Task.SEQUENCES, np.zeros(3), np.stack([loss, tokens], 1))
+    assert found == {"perplexity": pytest.approx(np.exp(6 / 4))}
+    assert metrics.score(Task.SEQUENCES, np.zeros(1), np.array([[1.0, 0.0]])) == {"perplexity": None}, "no token counts"

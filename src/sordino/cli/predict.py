@@ -19,14 +19,22 @@ def add(commands: Any) -> None:
         "predict",
         act,
         "apply a trained model to a file",
-        "sordino predict runs/mine new.csv\nsordino predict runs/mine new.csv --out risks.csv",
+        "sordino predict runs/mine new.csv\nsordino predict runs/mine new.csv --out risks.csv\n"
+        'sordino predict runs/language --prompt "The film was" --most 20 --temperature 0.7',
     )
     parser.add_argument("model", metavar="MODEL", help="a run's directory, its public/, or a model.safetensors")
     parser.add_argument(
         "file",
+        nargs="?",
         metavar="FILE",
         help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, one sentence per line",
     )
+    parser.add_argument("--prompt", metavar="TEXT", help="of causal-lora, in place of FILE: write what comes after it")
+    parser.add_argument("--most", type=int, metavar="N", help="of causal-lora: new tokens at most (default: 40)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="of causal-lora: above 0 tokens are drawn (default: 0)"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="of causal-lora: seed of the draws (default: 0)")
     parser.add_argument("--out", metavar="FILE", help="write the table to this CSV file, which must not exist")
     add_json(parser)
 
@@ -34,9 +42,11 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.training.folder import RunFolder
-    from sordino.training.predict import predict
 
-    if Path(arguments.model).exists() and not Path(arguments.file).expanduser().is_file():
+    if (arguments.file is None) is (arguments.prompt is None):
+        raise SordinoError("FILE: name a file of records, or write --prompt TEXT; one of them.")
+    named = arguments.file is not None and not Path(arguments.file).expanduser().is_file()
+    if Path(arguments.model).exists() and named:
         raise SordinoError(f"data: there is no file '{arguments.file}'; check the path.")
     target = None if arguments.out is None else Path(arguments.out)
     if target is not None and arguments.json:
@@ -45,7 +55,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError(f"--out: '{target}' exists; name another file.")
     if target is not None and not target.absolute().parent.is_dir():
         raise SordinoError(f"--out: there is no folder for '{target}'; make it first.")
-    predictions = predict(arguments.model, arguments.file)
+    predictions = _predictions(arguments)
     if not (RunFolder.find(Path(arguments.model)).public / "certificate.json").is_file():
         print(
             "WARNING: there is no certificate beside the model, so nobody can tell whether it was exchanged.",
@@ -61,6 +71,23 @@ def act(arguments: argparse.Namespace) -> int:
     elif not emit(arguments, document):
         write(predictions, sys.stdout)
     return 0
+
+
+def _predictions(arguments: argparse.Namespace) -> Any:
+    """Labels and probabilities, or what a causal language model writes."""
+    from sordino.training.predict import Predictions, load_run
+
+    run = load_run(arguments.model)
+    how = {key: getattr(arguments, key) for key in ("most", "temperature", "seed")}
+    how = {key: value for key, value in how.items() if value is not None}
+    if run.writes:
+        prompts = arguments.file if arguments.prompt is None else [arguments.prompt]
+        return Predictions(run.generate(prompts, **how), [], [])
+    if given := [*how, *(["prompt"] if arguments.prompt is not None else [])]:
+        raise SordinoError(
+            f"--{given[0]}: {run.about['kind']} predicts labels and writes no text; leave it out, and name a file."
+        )
+    return run.predictions(arguments.file)
 
 
 def write(predictions: Any, file: IO[str]) -> None:

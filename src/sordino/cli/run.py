@@ -18,7 +18,8 @@ RUN_FLAGS = (
     ("--data", "data", "digits, synthetic(1,1), a published set (mnist, a9a …), or an .npz, .csv or .parquet file"),
     ("--data-dir", "data_dir", "folder of published data sets (also: $SORDINO_DATA)"),
     ("--label", "label", "label column of a table"),
-    ("--text", "text", "column of text of a table, for models that read text"),
+    ("--text", "text", "column of text of a table, for models that read text; causal-lora learns to write it"),
+    ("--prompt", "prompt", "of causal-lora: column of what comes before each text; only the text is learned"),
     ("--schema", "schema", "a schema.toml: what the columns of a table mean (see 'sordino schema')"),
     ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
     (
@@ -29,7 +30,7 @@ RUN_FLAGS = (
     (
         "--model",
         "model",
-        "auto (linear), mlp, cnn, minilm-lora, vit-base-lora …, or your own: package.module:build (docs/deep.md)",
+        "auto (linear), mlp, cnn, minilm-lora, causal-lora …, or your own: package.module:build (docs/deep.md)",
     ),
     ("--method", "method", "see 'sordino methods' (default: auto, for linear models)"),
     ("--epsilon", "epsilon", "privacy budget (default: 8); inf trains without noise"),
@@ -78,6 +79,8 @@ def add(commands: Any) -> None:
         "sordino run patients.csv --schema schema.toml --trust secure-aggregation\n"
         "sordino run patients.csv --label outcome --partition by-column:hospital\n"
         "sordino run --data mnist --model cnn --method dp-fedadam --batch 64 --set lr=0.02 --set evaluate_every=10\n"
+        "sordino run --data answers.csv --text answer --prompt question --model causal-lora --set weights=gpt2 "
+        "--method dp-fedadamw --batch 16\n"
         "sordino run spec.toml --json result.json\n"
         "sordino run patients.csv --schema schema.toml --epsilon 1 --ledger patients.db --limit 4\n"
         "sordino run --resume runs/adam\n"
@@ -270,6 +273,8 @@ def _quality(metrics: dict[str, Any], dataset: Any) -> list[tuple[str, str]]:
     def share(name: str) -> str:
         return "not defined" if metrics[name] is None else f"{metrics[name]:.1%}"
 
+    if "perplexity" in metrics:
+        return [("before", f"perplexity {number('perplexity_before')} without training")]
     if "r2" in metrics:
         return [("fit", f"R² {number('r2')}, mean absolute error {number('mae')}")]
     if "d2" in metrics:
@@ -367,7 +372,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
-    rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
+    rows.append(("error" if {"mse", "deviance", "perplexity"} & last.keys() else "result", _score(last) + tested))
     measured = final_metrics(prepared, out)
     rows += _quality(measured, prepared.dataset)
     if settings.uncertainty:
@@ -392,9 +397,11 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     what = "public/ may be published, private/ may not" if allowed else "nothing here may be published"
     rows.append(("files", f"{out}: {what} (README.txt)"))
     facts(rows)
-    if not beats_constant_guess(prepared.dataset, last):
-        why = f"{no_better(prepared.dataset, last)}. {remedy(prepared)}"
-        console().print(f"WARNING: the model is no better than a constant guess: {why}", markup=False)
+    scores = {**measured, **last}
+    if not beats_constant_guess(prepared.dataset, scores):
+        why = f"{no_better(prepared.dataset, scores)}. {remedy(prepared)}"
+        than = "before training" if prepared.dataset.sequences else "a constant guess"
+        console().print(f"WARNING: the model is no better than {than}: {why}", markup=False)
     changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
         console().print(note, markup=False)

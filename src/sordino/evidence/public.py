@@ -111,7 +111,10 @@ CERTIFICATE: Mapping[str, str] = {
     "signature.signer": "The name of the key.",
     "signature.value": "A function of the other fields and of a secret key.",
 }
-BY_ROUND = ("accuracy", "auc", "log_loss", "brier", "mse", "r2", "deviance", "d2", "mae", "concordance")
+BY_ROUND = (
+    *("accuracy", "auc", "log_loss", "brier", "mse", "r2", "deviance", "d2", "mae", "concordance"),
+    "perplexity",
+)
 METRICS: Mapping[str, str] = {
     "round": PLAN,
     **dict.fromkeys(BY_ROUND, TESTED),
@@ -142,7 +145,7 @@ SPEC: Mapping[str, str] = {
         ),
         SETTING,
     ),
-    **dict.fromkeys(("label", "text", "schema", "person"), NAMES_ARE_PUBLIC),
+    **dict.fromkeys(("label", "text", "prompt", "schema", "person"), NAMES_ARE_PUBLIC),
     **dict.fromkeys(
         ("data", "data_dir", "public_stats"),
         "The name of a file, which is declared public; its folder is in private/secret.toml.",
@@ -295,6 +298,7 @@ SUMMARY: Mapping[str, str] = {
     **{f"metrics.survival_curve[].{name}": TESTED for name in ("time", "predicted", "observed", "brier")},
     **{f"metrics.{name}": TESTED for name in ("mean_predicted", "observed", "calibration_slope")},
     **{f"metrics.{name}": TESTED for name in ("calibration_intercept", "sensitivity", "specificity")},
+    "metrics.perplexity_before": "Computed from public weights and from test records, which lie outside the guarantee.",
     "metrics.threshold": SETTING,
     "metrics.calibration_curve[].predicted": TESTED,
     "metrics.calibration_curve[].observed": TESTED,
@@ -320,14 +324,15 @@ class Line(NamedTuple):
 
 
 NUMBER = r"([-+.e\d]+%?|not defined)"
-SHOWN = "(accuracy|mse|deviance|concordance)"  # the first metric of each task
+SHOWN = "(accuracy|mse|deviance|concordance|perplexity)"  # the first metric of each task
 CONSOLE = (
     Line(r"run +.+ on .+, \d+ rounds", PLAN),
     Line(r"run +.+ on .+, \d+ rounds in [\d.]+ s", OPEN, True),
     Line(r"clients +\d+( with [\d,]+ (records|persons)( \([\d,]+ to [\d,]+ each\))?)?", "As in certificate.json."),
     Line(r"labels +partition .+ classes are missing", OPEN, True),
     Line(r"names +0 .+", CERTIFICATE["client_names"]),
-    Line(r"(result|error) +(accuracy|mse|deviance|concordance) ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
+    Line(rf"(result|error) +{SHOWN} ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
+    Line(rf"before +perplexity {NUMBER} without training", "As metrics.perplexity_before."),
     Line(
         rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
         TESTED,
@@ -350,7 +355,7 @@ CONSOLE = (
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
-    Line(r"WARNING: the model is no better than a constant guess: .+", TESTED),
+    Line(r"WARNING: the model is no better than (a constant guess|before training): .+", TESTED),
     Line(r"WARNING: the found ranges are rough .+", PLAN),
     Line(rf"note: the calibration slope is {NUMBER}: risks are too sure.+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),

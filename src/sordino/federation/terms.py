@@ -47,6 +47,7 @@ PRIVATE = (
     "data_dir",
     "label",
     "text",
+    "prompt",
     "schema",
     "public_stats",
     "private_statistics",
@@ -92,7 +93,13 @@ def federated(values: Mapping[str, Any]) -> Spec:
                 )
             other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
-    return Spec.of(values)
+    spec = Spec.of(values)
+    if registry.entry(spec.model).causal:
+        raise SordinoError(
+            f"model: {spec.model} needs a folder of weights, which a federation does not send; train it with sordino "
+            "run, or use another model."
+        )
+    return spec
 
 
 def written(spec: Spec, schema: Schema | None = None) -> str:

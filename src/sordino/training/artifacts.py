@@ -20,7 +20,6 @@ from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.models import registry
-from sordino.models.pretrained import TRANSFORMERS
 from sordino.models.registry import BuiltModel
 from sordino.training.folder import RunFolder, missing
 from sordino.training.resolved import ResolvedSpec
@@ -140,7 +139,7 @@ def save_model(
         },
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
-    if choice.name in TRANSFORMERS:  # adapters as other programs read them
+    if choice.entry.adapters:  # adapters as other programs read them
         from sordino.models import lora
 
         lora.save_peft(path.with_name("adapter"), model, theta)

@@ -12,9 +12,11 @@ from torch import Tensor
 from sordino.data.partition import describe
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
+from sordino.models import causal
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Loss
 from sordino.models.registry import BuiltModel
+from sordino.models.torch_model import TorchModel
 from sordino.training import metrics
 from sordino.training.metrics import MARGIN, Task, entropy
 
@@ -22,6 +24,8 @@ from sordino.training.metrics import MARGIN, Task, entropy
 def task_of(model: BuiltModel) -> Task:
     """What the model's labels are."""
     kind = getattr(model, "kind", Loss.SOFTMAX)
+    if causal.is_causal(model):
+        return Task.SEQUENCES
     if isinstance(model, Hazards):
         return Task.SURVIVAL
     if kind is Loss.POISSON:
@@ -46,6 +50,10 @@ def predictions(model: BuiltModel, theta: Tensor, x: Tensor) -> np.ndarray:
     task = task_of(model)
     if task in (Task.QUANTITIES, Task.COUNTS):
         return np.asarray(model.predict(theta, x).double().cpu().numpy())
+    if task is Task.SEQUENCES:
+        assert isinstance(model, TorchModel)
+        loss = causal.losses(model, theta, x).cpu().numpy()
+        return np.stack([loss, np.broadcast_to(causal.counted_tokens(model, x).numpy(), loss.shape)], -1)
     z = model.logits(theta, x).double()
     if task is Task.TWO_CLASSES:  # two float32 numbers that differ have a difference in float64
         z = z[..., 1] - z[..., 0] if model.outputs == 2 else z[..., 0]
@@ -57,8 +65,8 @@ def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: fl
 
     Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy and log loss. Quantities: mean squared
     error and R². Counts: deviance and its share explained, and mean absolute error. Survival: concordance and Brier
-    score. A metric that is not defined is left out; only the first is always there, as NaN if need be.
-    `unit` is how much 1 in y is, where labels are numbers.
+    score. Sequences: perplexity. A metric that is not defined is left out; only the first is always there, as NaN if
+    need be. `unit` is how much 1 in y is, where labels are numbers.
     """
     task = task_of(model)
     labelled = in_units(task, y, predictions(model, theta, x), unit)
@@ -77,7 +85,8 @@ def evaluate_fully(
     counts: bool = True,
     unit: float = 1.0,
 ) -> dict[str, Any]:
-    """Every metric, on records outside the guarantee: for two classes also calibration, sensitivity and specificity.
+    """Every metric, on records outside the guarantee: for two classes also calibration, sensitivity and specificity;
+    for sequences also the perplexity before training.
 
     Args:
       model: the model.
@@ -91,6 +100,9 @@ def evaluate_fully(
     task = task_of(model)
     labelled = in_units(task, y, predictions(model, theta, x), unit)
     found = metrics.full(task, *labelled, threshold, edges=edges_of(model))
+    if task is Task.SEQUENCES:
+        before = metrics.score(task, labelled[0], predictions(model, model.init().to(theta), x))
+        found["perplexity_before"] = before["perplexity"]
     if not counts and "calibration_curve" in found:
         found["calibration_curve"] = [
             {k: v for k, v in group.items() if k != "records"} for group in found["calibration_curve"]
@@ -121,6 +133,7 @@ def beats_constant_guess(dataset: Dataset, metrics: dict[str, Any]) -> bool:
     - Many classes: it is right on more records than the most common class has.
     - Quantities: its mean squared error is below that of the mean.
     - Counts: its deviance is below that of the mean.
+    - Sequences: its perplexity is below that of the model before training, which `evaluate_fully` measures.
     - Survival: its concordance is above 0.5. Its Brier score is not compared, because the Kaplan-Meier curve of the
       test records themselves, a constant that knows them, is hard to beat where few have the event.
 
@@ -129,7 +142,7 @@ def beats_constant_guess(dataset: Dataset, metrics: dict[str, Any]) -> bool:
 
     Args:
       dataset: its `y_test` and `classes` are read.
-      metrics: what `evaluate` returned for its test records.
+      metrics: what `evaluate` returned for its test records; of sequences, what `evaluate_fully` returned.
     """
     return not no_better(dataset, metrics)
 
@@ -142,6 +155,10 @@ def no_better(dataset: Dataset, scores: dict[str, Any]) -> str:
     if dataset.task == "survival":
         index = scores.get("concordance")
         return "" if index is not None and index > 0.5 else f"its concordance index is {_number(index)}, chance is 0.5"
+    if dataset.task == "sequence":
+        now, before = scores.get("perplexity"), scores.get("perplexity_before")
+        better = now is not None and before is not None and now < (1 - MARGIN) * before
+        return "" if better else f"its perplexity is {_number(now)}, that before training is {_number(before)}"
     if dataset.task == "count":
         loss, constant = scores.get("deviance"), deviance_of_mean(dataset)
         if loss is not None and loss < (1 - MARGIN) * constant:

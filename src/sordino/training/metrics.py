@@ -31,6 +31,7 @@ class Task(StrEnum):
     QUANTITIES = "quantities"
     COUNTS = "counts"
     SURVIVAL = "survival times"
+    SEQUENCES = "sequences of tokens"
 
 
 OF_A_ROUND: Mapping[Task, tuple[str, ...]] = {
@@ -39,13 +40,14 @@ OF_A_ROUND: Mapping[Task, tuple[str, ...]] = {
     Task.QUANTITIES: ("mse", "r2"),
     Task.COUNTS: ("deviance", "d2", "mae"),
     Task.SURVIVAL: ("concordance", "brier"),
+    Task.SEQUENCES: ("perplexity",),
 }
 RANKING: Mapping[Task, tuple[str, ...]] = {  # the first: by default
     **OF_A_ROUND,
     Task.QUANTITIES: ("r2", "mse", "mae"),
     Task.COUNTS: ("d2", "deviance", "mae"),
 }
-LOWER_IS_BETTER = frozenset(("log_loss", "brier", "mse", "mae", "deviance"))
+LOWER_IS_BETTER = frozenset(("log_loss", "brier", "mse", "mae", "deviance", "perplexity"))
 NAMES = {
     "accuracy": "accuracy",
     "auc": "AUC",
@@ -57,8 +59,14 @@ NAMES = {
     "deviance": "mean Poisson deviance",
     "d2": "share of deviance explained",
     "concordance": "concordance index",
+    "perplexity": "perplexity",
 }
-TASKS = {"quantity": Task.QUANTITIES, "count": Task.COUNTS, "survival": Task.SURVIVAL}  # by the task of a schema
+TASKS = {  # by the task of a data set
+    "quantity": Task.QUANTITIES,
+    "count": Task.COUNTS,
+    "survival": Task.SURVIVAL,
+    "sequence": Task.SEQUENCES,
+}
 
 
 # --------------------------------------------------------------------------------------------------------- all metrics
@@ -78,7 +86,8 @@ def score(
       task: what the labels are.
       y: labels: class indices, quantities, counts, or signed times.
       predicted: for two classes the log-odds of the second; for many classes the logits, records by classes; for
-        quantities and counts the predictions; for survival the log-odds of hazards, records by intervals.
+        quantities and counts the predictions; for survival the log-odds of hazards, records by intervals; for
+        sequences the loss per token and the number of tokens that count, records by two.
       wanted: names out of `RANKING[task]`.
       edges: for survival, the ends of the intervals.
 
@@ -291,6 +300,17 @@ def _explained(y: np.ndarray, rate: np.ndarray) -> float:
     return 1 - deviance(y, rate) / whole if whole > 0 else math.nan
 
 
+def perplexity(loss: np.ndarray, tokens: np.ndarray) -> float:
+    """exp of the mean loss per token, each token counted once. NaN where no token counts.
+
+    Args:
+      loss: nats per token of each sequence.
+      tokens: how many tokens of each sequence count.
+    """
+    total = float(tokens.sum())
+    return float(np.exp((loss * tokens).sum() / total)) if total else math.nan
+
+
 def _probability(z: np.ndarray) -> np.ndarray:
     from scipy.special import expit
 
@@ -352,4 +372,5 @@ _COMPUTE: Mapping[Task, Mapping[str, Any]] = {
         "concordance": lambda y, z, edges: survival.concordance(y, z[:, 0]),
         "brier": lambda y, z, edges: survival.brier(y, survival.survival_of(z), edges),
     },
+    Task.SEQUENCES: {"perplexity": lambda y, z: perplexity(z[:, 0], z[:, 1])},
 }

@@ -15,6 +15,7 @@ from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.evidence.signing import fingerprint
 from sordino.evidence.statement import ADVERSARY, PROTECTED
+from sordino.models.registry import REGISTRY
 
 if TYPE_CHECKING:
     from sordino.data.schema import Schema
@@ -60,6 +61,8 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
     classes = [str(name) for name in about["classes"]]
     target = schema.target.column if schema is not None and schema.target is not None else None
     predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
+    if (known := REGISTRY.get(about["kind"])) is not None and known.causal:
+        predicts = "the next token of a text, and so writes text"
     if schema is not None and schema.task in PREDICTS:
         predicts = PREDICTS[schema.task]
     what = predicts if target is None else f"the column `{target}`: {predicts}"

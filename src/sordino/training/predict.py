@@ -22,12 +22,13 @@ from sordino.data.preprocess import preprocess
 from sordino.data.readers import columns_of, text_column
 from sordino.data.schema import Schema
 from sordino.data.sources import encode_file, read_features
-from sordino.data.text import tokenize
+from sordino.data.text import before, tokenize
 from sordino.errors import SordinoError
 from sordino.evidence.signing import broken, sha256
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.registry import BuiltModel
+from sordino.training import language
 from sordino.training.artifacts import load_model
 from sordino.training.folder import RunFolder
 from sordino.training.verify_run import read_certificate
@@ -37,7 +38,7 @@ FRAME_ATTRIBUTES = ("iloc", "to_arrow", "column_names")  # of pandas, polars and
 
 
 class Predictions(NamedTuple):
-    labels: list[Any]  # or values, where labels are numbers; of survival, the risk of the event by the last edge
+    labels: list[Any]  # or values, where labels are numbers; of survival, the risk of the event by the last edge; texts
     classes: list[str]  # what the columns of `probabilities` are of: classes, or "no event by EDGE"
     probabilities: list[list[float]]
 
@@ -79,6 +80,8 @@ class LoadedRun:
           SordinoError: a column is absent, or a value cannot be read.
         """
         count = int(self.about["features"])
+        if self.writes and self._is_text(records):
+            return language.rows(count, self._tokenizer, *self._learned(records))
         if self._is_text(records):
             lines = self._texts(Path(records)) if isinstance(records, str | Path) else list(records)
             return np.asarray(tokenize(lines, count, self._tokenizer), np.float32)
@@ -105,12 +108,58 @@ class LoadedRun:
             x = preprocess(x, None if self.schema is not None else self.public, self.normalize)
         return torch.from_numpy(x).to(self.theta)
 
-    def _texts(self, path: Path) -> list[str]:
-        """The lines of a text file, or the column of a table that the run was trained on."""
-        name = tomllib.loads(self.about["spec"]).get("text")
+    def _texts(self, path: Path, field: str = "text") -> list[str]:
+        """The lines of a text file, or the column of a table that the run was trained on. field: of the run."""
+        name = tomllib.loads(self.about["spec"]).get(field)
         if name is None or tables.suffix_of(path) not in tables.SUFFIXES:
             return sentences(str(path))
-        return text_column(tables.open_table(path), str(name), path)
+        return text_column(tables.open_table(path), str(name), path, field)
+
+    @property
+    def writes(self) -> bool:
+        """Whether it is a causal language model, which has no labels and writes text."""
+        return registry.entry(self.about["kind"]).causal
+
+    @property
+    def _prompted(self) -> bool:
+        """Whether it learned texts after prompts."""
+        return "prompt" in tomllib.loads(self.about["spec"])
+
+    def _learned(self, records: Records) -> tuple[list[str], ...]:
+        """Texts as they are learned; with their prompts, where a table has them."""
+        if not isinstance(records, str | Path):
+            return (list(records),)
+        path = Path(records)
+        whole = self._prompted and tables.suffix_of(path) in tables.SUFFIXES
+        return self._texts(path), *([self._texts(path, "prompt")] if whole else [])
+
+    def generate(self, prompts: Records, *, most: int = 40, temperature: float = 0.0, seed: int = 0) -> list[str]:
+        """What the model writes after each prompt. It costs no privacy, because it reads the model alone.
+
+        Args:
+          prompts: a list of texts, a text file with one per line, or a table with the column of training: that of
+            prompts if there was one, else that of texts.
+          most: new tokens at most.
+          temperature: 0 takes the most probable token; above 0 tokens are drawn.
+          seed: of the draws.
+
+        Returns:
+          One text per prompt.
+
+        Raises:
+          SordinoError: the model writes no text, a prompt has no token, or an argument is out of its range.
+        """
+        if not self.writes:
+            raise SordinoError(f"prompt: {self.about['kind']} writes no text; use predict, or a model causal-lora.")
+        if isinstance(prompts, str | Path):
+            lines = self._texts(Path(prompts), "prompt" if self._prompted else "text")
+        elif isinstance(prompts, list | tuple) and all(isinstance(line, str) for line in prompts):
+            lines = list(prompts)
+        else:
+            raise SordinoError(f"prompts: a {type(prompts).__name__}; give a list of texts, or the path of a file.")
+        lines = [before(line) for line in lines] if self._prompted else lines
+        how: Any = {"most": most, "temperature": temperature, "seed": seed}
+        return language.write(self.model, self.theta, self._tokenizer, lines, **how)
 
     @property
     def _tokenizer(self) -> str:
@@ -129,11 +178,14 @@ class LoadedRun:
     def predict(self, records: Records) -> np.ndarray:
         """The predicted class of each record, by its name and by the run's threshold; or a number, for such labels.
 
-        Of survival it is the risk: the probability that the event happens before the last edge.
+        Of survival it is the risk: the probability that the event happens before the last edge. A causal language model
+        writes a text (`generate`).
 
         Raises:
           SordinoError: a column is absent, or a value cannot be read.
         """
+        if self.writes:
+            return np.asarray(self.generate(records))
         x = self.prepare(records)
         if self.classes:
             return np.asarray(np.asarray(self.classes)[self._class_index(x)])
@@ -160,6 +212,8 @@ class LoadedRun:
         """
         if isinstance(self.model, Hazards):
             raise SordinoError("predict_proba: the model predicts survival, not classes; use predict_survival.")
+        if self.writes:
+            raise SordinoError("predict_proba: the model writes text, which has no classes; use generate.")
         if not self.classes:
             raise SordinoError("predict_proba: the model predicts numbers, which have no probabilities; use predict.")
         return np.asarray(self.model.scores(self.theta, self.prepare(records)).cpu().numpy())
@@ -181,6 +235,8 @@ class LoadedRun:
 
     def predictions(self, records: Records) -> Predictions:
         """Labels and probabilities from one preparation of the records."""
+        if self.writes:
+            return Predictions(self.generate(records), [], [])
         x = self.prepare(records)
         predicted = self.model.predict(self.theta, x)
         if isinstance(self.model, Hazards):

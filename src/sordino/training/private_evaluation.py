@@ -116,6 +116,11 @@ def prepare(
         raise SordinoError(f"confidence: {confidence} must lie between 0.5 and 1; 0.95 is usual.")
     task = task_of(run.model)
     target = None if run.schema is None else run.schema.target
+    if task is Task.SEQUENCES:
+        raise SordinoError(
+            f"model: {run.about['kind']} learns text without labels, and a noised perplexity is not served; evaluate a "
+            "model of classes, numbers or times."
+        )
     bounded = target is not None and (target.range is not None or target.maximum is not None)
     if task in (Task.QUANTITIES, Task.COUNTS) and not bounded:
         raise SordinoError(

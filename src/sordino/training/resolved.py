@@ -50,7 +50,7 @@ from sordino.training.spec import Spec, model_of
 if TYPE_CHECKING:  # these need torch, or are needed only where data are read
     from sordino.data.records import Records
     from sordino.data.schema import Schema
-    from sordino.data.sources import Dataset
+    from sordino.data.sources import Dataset, TextColumn
     from sordino.models.tally import ColumnTally
 
 
@@ -66,6 +66,7 @@ class DataSource(NamedTuple):
     folder: str | None  # where published data sets are looked for first
     label: str | None
     text: str | None  # the column of text; None where features are numbers
+    prompt: str | None  # the column of what comes before each text
     test_fraction: float
     split_seed: int
     schema: Schema | None
@@ -380,6 +381,7 @@ class ResolvedSpec:
         from sordino.data.sources import load
 
         source = self.source
+        self._check_text()
         if source.text is not None and self.model.entry.reads != "text":
             raise SordinoError(f"text: model {self.model.name} does not read text; use one that does, as minilm-lora.")
         if source.name in glue.TASKS:
@@ -402,10 +404,35 @@ class ResolvedSpec:
             normalize=source.normalize,
             data_dir=source.folder,
             whole_clients=source.whole_clients,
-            text=None if source.text is None else text.column(source.text, source.length, source.tokenizer),
+            text=self._text_column,
         )
         check_statistics(statistics, dataset.features)
         return dataset
+
+    @property
+    def _text_column(self) -> TextColumn | None:
+        """The column of text, with its encoding for the model."""
+        from sordino.data import text
+        from sordino.training import language
+
+        source = self.source
+        if source.text is None:
+            return None
+        if self.model.entry.causal:
+            return language.column(source.text, source.length, self.model.options.get("weights"), source.prompt)
+        return text.column(source.text, source.length, source.tokenizer)
+
+    def _check_text(self) -> None:
+        """Refuse columns that the model does not read."""
+        source, name = self.source, self.model.name
+        if source.prompt is not None and not self.model.entry.causal:
+            raise SordinoError(
+                f"prompt: model {name} learns labels, and reads no prompt; leave prompt out, or use causal-lora."
+            )
+        if source.text is None and self.model.entry.causal:
+            raise SordinoError(
+                f"text: {name} learns the text of a table; name its column, as in --data reviews.csv --text body."
+            )
 
     def owners(self, dataset: Dataset) -> np.ndarray:
         """The client of every training record."""
@@ -584,12 +611,19 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     _check_private_statistics(spec, schema, unit)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
-    usual = "by-site" if schema is not None and schema.client else "dirichlet" if is_open and person is None else "iid"
+    causal = registry.entry(spec.model).causal
+    labelled = is_open and person is None and not causal
+    usual = "by-site" if schema is not None and schema.client else "dirichlet" if labelled else "iid"
     law, colon, argument = (spec.partition or usual).partition(":")
     if schema is not None and law == "by-column":
         raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
     partition_text = law + colon + (_whole_path(argument) if law == "counts" else argument)
     partition = Partition.parse(partition_text, spec.sizes)
+    if causal and partition.reads_labels:
+        raise SordinoError(
+            f"partition: {partition.law} divides records by their labels, and {spec.model} learns text without labels; "
+            "use iid or by-column:NAME."
+        )
     normalize = spec.normalize
     if normalize is None:
         normalize = f"table:{schema.used}" if schema is not None and known.normalize == "record" else known.normalize
@@ -635,6 +669,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         folder=spec.data_dir,
         label=spec.label,
         text=spec.text,
+        prompt=spec.prompt,
         test_fraction=spec.test_fraction,
         split_seed=spec.split_seed,
         schema=schema,

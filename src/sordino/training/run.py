@@ -456,9 +456,10 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
     """The document that `--json` prints."""
     names = dict.fromkeys(name for task in OF_A_ROUND.values() for name in task)
     by_round = {k: {str(line["round"]): line[k] for line in history if k in line} for k in names}
+    measured = final_metrics(run, out) if out else {}
     document = {
         **{k: v for k, v in by_round.items() if v},
-        "metrics": final_metrics(run, out) if out else {},
+        "metrics": measured,
         "epsilon": cert["epsilon"],
         "delta": cert["delta"],
         "certified": cert["certified"],
@@ -470,7 +471,7 @@ def summary(run: PreparedRun, cert: dict[str, Any], history: list[dict[str, Any]
         "clients": run.plan.clients,
         "records": cert["records"],
         "rounds": run.plan.rounds,
-        "beats_guessing": beats_constant_guess(run.dataset, history[-1]),
+        "beats_guessing": beats_constant_guess(run.dataset, {**measured, **history[-1]}),
         "client_names": cert["client_names"],
         "out": str(out) if out else None,
         "spec": run.published(),

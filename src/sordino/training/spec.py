@@ -36,6 +36,7 @@ class Spec:
     data_dir: str | None = None  # folder where published data sets are looked for first
     label: str | None = None
     text: str | None = None  # the column of text that a model of language reads
+    prompt: str | None = None  # the column of what comes before each text: a causal model reads it, and learns the text
     schema: str | None = None  # a schema.toml: what the columns of a table mean
     person: str | None = None  # the column that says whom a record is about; a schema names it itself
     person_ids: str = "global"  # or per-client: equal ids at two clients are two persons
