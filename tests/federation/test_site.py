@@ -108,6 +108,7 @@ SITE = [  # what the site wrote into site.toml, and what its log says of the ter
     ({"run_epsilon": 4.0}, {"requested_epsilons": {"north": 4.1}}, "requested"),
     ({"run_epsilon": 4.0}, {"requested_epsilons": {"south": 4.0}}, "requested"),
     ({"delta": 1e-6}, {}, "delta"),
+    ({"text": "body"}, {}, "does not read text"),
     ({}, {"names": ("east", "south", "west")}, "listed"),
 ]
 

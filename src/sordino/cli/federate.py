@@ -360,6 +360,7 @@ def _add_keys(parts: Any) -> None:
     parser.add_argument(
         "--schema", metavar="FILE", help="the schema.toml of the table, in place of --label and --classes"
     )
+    parser.add_argument("--text", metavar="COLUMN", help="the column of text of the table, for minilm-lora")
     parser.add_argument("--limit", type=float, metavar="EPSILON", help="limit of epsilon over all runs (default: 8)")
 
 
@@ -370,9 +371,8 @@ def _keys(arguments: argparse.Namespace) -> int:
 
     place = Path(arguments.folder)
     kept = (place / "identity.key").exists()
-    given = [
-        f"--{key}" for key in ("data", "label", "classes", "schema", "limit") if getattr(arguments, key) is not None
-    ]
+    keys = ("data", "label", "classes", "schema", "text", "limit")
+    given = [f"--{key}" for key in keys if getattr(arguments, key) is not None]
     classes = [label for label in (arguments.classes or "").split(",") if label]
     data = arguments.data or "data.csv"
     data = str(Path(data).resolve()) if Path(data).exists() else data
@@ -384,6 +384,7 @@ def _keys(arguments: argparse.Namespace) -> int:
         classes=classes,
         label=arguments.label or "",
         schema=arguments.schema and Path(arguments.schema),
+        text=arguments.text or "",
     )
     ensure_node_key(place / "node")
     print(Roster.lines(identity.card))

@@ -79,6 +79,8 @@ class SiteConfig(_File):
     label: str | None = None
     classes: tuple[str, ...] = ()  # the public list of labels; empty: the label is a number
     schema: str | None = None  # the schema.toml that all sites agreed on; it names label and classes
+    text: str | None = None  # the column of text of a table, for minilm-lora; other columns but the label are ignored
+    length: int = 64  # tokens per text: the features of the federation
     test_fraction: float = 0.2  # held out to evaluate models at the site
     evaluation_epsilon: float | None = None  # limit over all evaluations on the test records; None: none is answered
     run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site adds more noise
@@ -117,6 +119,8 @@ class SiteConfig(_File):
                 f"epsilon, delta: {self.epsilon:g} and {self.delta:g}; the limit over all runs must lie in "
                 f"(0, {MOST_EPSILON:g}] and (0, {MOST_DELTA:g}]."
             )
+        if self.text is not None and self.schema is not None:
+            raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."

@@ -209,6 +209,7 @@ def make_site(
     classes: Sequence[str] = (),
     label: str = "",
     schema: Path | None = None,
+    text: str = "",
 ) -> Identity:
     """Write a site's folder: keys, and a site.toml to check. Existing files are kept.
 
@@ -220,6 +221,7 @@ def make_site(
       classes: the labels; none if the label is a number, or a schema has them.
       label: the column of the label, in a table without a schema.
       schema: the schema of the table, which is copied into the folder.
+      text: the column of text of a table, for models that read text.
 
     Raises:
       SordinoError: the folder belongs to another site, or epsilon is out of range.
@@ -232,9 +234,12 @@ def make_site(
         return identity
     if not 0 < epsilon <= MOST_EPSILON:
         raise SordinoError(f"limit: {epsilon:g} must lie in (0, {MOST_EPSILON:g}].")
-    if schema is not None and (label or classes):
-        raise SordinoError("label, classes: the schema has them; leave them out.")
+    if schema is not None and (label or classes or text):
+        raise SordinoError("label, classes, text: the schema has them; leave them out.")
     described = (f'label = "{label}"\n' if label else "") + f"classes = {json.dumps(list(classes))}\n"
+    if text:
+        described += f'text = "{text}"\nlength = 64   # tokens per text: features of the federation\n'
+        described += 'models = ["minilm-lora"]\n'
     if schema is not None:
         files.write(folder / SCHEMA, _schema_text(schema).encode())
         described = f'schema = "{SCHEMA}"   # the same file at every site; it has the label and the classes\n'
@@ -243,6 +248,6 @@ def make_site(
     files.write(folder / "README.txt", readmes.SITE.format(name=name).encode())
     path = folder / "site.toml"
     if not path.exists():
-        text = SITE_TEMPLATE.format(name=name, data=data, described=described, epsilon=epsilon)
-        files.write(path, text.encode())
+        content = SITE_TEMPLATE.format(name=name, data=data, described=described, epsilon=epsilon)
+        files.write(path, content.encode())
     return identity

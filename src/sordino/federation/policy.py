@@ -69,6 +69,8 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
          "the schema leaves other ranges, levels or shares open than the terms say: a training needs a complete one"),
         (terms.classes == config.classes, "the classes of the terms are not those of site.toml"),
         (model in config.models, f"model {model}; site.toml allows {models}"),
+        (config.text is None or resolved.model.entry.reads == "text",
+         f"model {model} does not read text, and site.toml names the column of text '{config.text}'"),
         (privacy.adjacency == config.adjacency, f"adjacency {privacy.adjacency}; site.toml has {config.adjacency}"),
         (not terms.secure or terms.colluders >= config.colluders,
          f"colluders {terms.colluders}; site.toml requires {config.colluders}"),

@@ -15,6 +15,7 @@ import numpy as np
 
 from sordino import files, secagg
 from sordino.core import Adjacency, Unit
+from sordino.data import text
 from sordino.data.identity import file_sha256, records_digest
 from sordino.data.sources import Dataset, load
 from sordino.errors import Refused, SordinoError
@@ -167,6 +168,7 @@ class SiteData:
             test_fraction=config.test_fraction,
             normalize=normalize,
             classes=config.classes,
+            text=None if config.text is None else text.column(config.text, config.length, "minilm"),
         )
         return dataset._replace(schema=schema)
 
