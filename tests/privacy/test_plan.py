@@ -339,6 +339,19 @@ def test_a_stricter_client_is_heard(trust, divisor):
     assert not (deaf <= limits).all()
 
 
+@pytest.mark.parametrize("unit", ["record", "client"])
+@pytest.mark.parametrize("trust", list(Trust))
+def test_nobody_pays_for_a_stricter_client(trust, unit):
+    sizes, requested_epsilons = (50,) * 5, {1: 0.1, 4: 0.5}
+    free = plan(sizes, unit=unit, trust=trust)
+    found = plan(sizes, unit=unit, trust=trust, client_epsilon=requested_epsilons)
+    np.testing.assert_allclose(epsilons(found), [1, 0.1, 1, 1, 0.5], rtol=1e-9)  # each of them exactly what it allows
+    mu = [gaussian.mu(requested_epsilons.get(i, 1.0), 1e-5) for i in range(5)]
+    np.testing.assert_allclose(found.weights, mu / np.sum(mu))
+    growth = calibration.aggregate_std(found, 0) / calibration.aggregate_std(free, 0)
+    assert growth == pytest.approx(5 * mu[0] / sum(mu)), "the mean is over fewer records, and no noise is larger"
+
+
 def test_a_laxer_client_is_refused():
     with pytest.raises(SordinoError, match="client_epsilon: client 2 asks for 3"):
         plan(client_epsilon={2: 3.0})

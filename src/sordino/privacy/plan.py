@@ -34,7 +34,7 @@ from sordino.core import (
     nothing,
 )
 from sordino.errors import SordinoError, check_known
-from sordino.privacy.accounting import slots
+from sordino.privacy.accounting import gaussian, slots
 from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -170,11 +170,21 @@ class Plan:
 
     @cached_property
     def weights(self) -> np.ndarray:
-        """Each client's weight in the aggregate of means; they sum to 1, and are equal at client level."""
+        """Each client's weight in the aggregate of means; they sum to 1.
+
+        Clients count by their sizes, or equally (always so at client level, where sizes are not public). A client that
+        requests a stricter epsilon counts less, by the ratio of the mu that it allows, so that its message needs no
+        more noise than those of the others, and nobody pays for the strictest client.
+        """
         sizes = np.asarray(self.sizes, dtype=float)
-        if self.divisor is Divisor.POOLED and self.privacy.unit.sizes_public:
-            return np.asarray(sizes / sizes.sum())
-        return np.full(self.clients, 1 / self.clients)
+        by_size = self.divisor is Divisor.POOLED and self.privacy.unit.sizes_public
+        weights = sizes / sizes.sum() if by_size else np.full(self.clients, 1 / self.clients)
+        if not self.privacy.client_epsilon:
+            return np.asarray(weights)
+        whole = gaussian.mu(self.privacy.epsilon, self.privacy.delta)
+        for client, epsilon in self.privacy.client_epsilon.items():
+            weights[client] *= gaussian.mu(epsilon, self.privacy.delta) / whole
+        return np.asarray(weights / weights.sum())
 
     @cached_property
     def rates(self) -> np.ndarray:
