@@ -53,10 +53,10 @@ def main() -> None:
     lines = [
         "# Clients that request a stricter ε",
         "",
-        f"`python benchmarks/strict_clients.py`: digits, {CLIENTS} clients (Dirichlet 0.5), 30 rounds, ε = {EPSILON:g}, "
-        f"of whom some request {STRICT_EPSILON}. Accuracy in percent, mean of {len(SEEDS)} splits and draws of noise. "
-        "A strict client counts less, so the others do not pay for it. Where only sums are visible, the last column is "
-        "what everybody would get if the strictest client decided the noise.",
+        f"`python benchmarks/strict_clients.py`: digits, {CLIENTS} clients (Dirichlet 0.5), 30 rounds, "
+        f"ε = {EPSILON:g}, of whom some request {STRICT_EPSILON}. Accuracy in percent, mean of {len(SEEDS)} splits and "
+        "draws of noise. A strict client counts less, so the others do not pay for it. Where only sums are visible, "
+        "the last column is what everybody would get if the strictest client decided the noise.",
         "",
         "| trust model | method | " + " | ".join(f"{n} strict" for n in STRICT) + " |",
         "|---|---|" + "---|" * len(STRICT),
