@@ -103,12 +103,18 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
 
     >>> closest("fedgd", ["dp-fedgd", "fedsgd"])
     'dp-fedgd'
+
+    If no spelling is similar, a name counts that begins with the same whole words:
+
+    >>> closest("trust_model", ["sizes", "trust"], cutoff=0.7)
+    'trust'
     """
     known = sorted(known)
     for meant in (f"dp-{name}", SYNONYMS.get(re.sub("[^a-z]", "", name.lower()))):
         if meant in known:
             return meant
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=cutoff)), None)
+    begins = [each for each in known if f"{name}_".startswith(f"{each}_") or f"{each}_".startswith(f"{name}_")]
+    return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=cutoff), *begins]), None)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

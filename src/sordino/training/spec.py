@@ -182,6 +182,7 @@ class Spec:
         return hashlib.sha256(self.toml().encode()).hexdigest()
 
 
+SIMILAR = 0.7  # spelling of a key that is suggested for another one, from 0 to 1
 _ANNOTATIONS = {f.name: str(f.type) for f in dataclasses.fields(Spec)}
 RUN_KEYS = tuple(name for name in _ANNOTATIONS if name not in ("options", "model_options"))  # of a run of any method
 
@@ -206,9 +207,9 @@ def _unknown(key: str, method: str, model: str) -> SordinoError:
         return SordinoError(f"{key}: not an option of {method}. It is one of {others}: set method.")
     if others := _some([name for name, known in registry.REGISTRY.items() if key in known.options]):
         return SordinoError(f"{key}: not an option of model {model}. It is one of {others}: set model.")
-    if meant := closest(key, keys(method, model), cutoff=0.6):
+    if meant := closest(key, keys(method, model), cutoff=SIMILAR):
         hint = f"Did you mean '{meant}'?"
-    elif meant := closest(key, {option for known in REGISTRY.values() for option in known.options}, cutoff=0.6):
+    elif meant := closest(key, {option for known in REGISTRY.values() for option in known.options}, cutoff=SIMILAR):
         hint = f"Did you mean '{meant}'? It is an option of {_methods_with(meant)}: set method."
     else:
         hint = f"Options of {method}: {', '.join(entry(method).options)}."
