@@ -20,7 +20,16 @@ from sordino.methods.uncertainty import OF_QUANTITIES, of_counts, with_uncertain
 from sordino.models.linear import Linear
 from sordino.training import run
 from sordino.training.export import export
-from sordino.training.intervals import INTERCEPT, Released, dispersion, estimate, most_records, table, told
+from sordino.training.intervals import (
+    INTERCEPT,
+    Released,
+    dispersion,
+    estimate,
+    hidden_for_sure,
+    most_records,
+    table,
+    told,
+)
 from sordino.training.predict import load_run
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -239,7 +248,9 @@ def test_run_and_export_say_why_intervals_are_blank(tmp_path, capsys):
     words += ["--rounds", "8", "--set", "uncertainty=0.2", "--out", str(tmp_path / "run")]
     blank = "0 of 4 coefficients have a 95 % interval; the noise is too large for the others"
     assert main(words) == 0
-    assert blank in capsys.readouterr().out
+    told_in_run = capsys.readouterr()
+    assert blank in told_in_run.out
+    assert told_in_run.err.startswith("WARNING: no coefficient will have an interval"), "before training"
     words = ["export", str(tmp_path / "run"), "--to", "coefficients", "--out", str(tmp_path / "coefficients.csv")]
     assert main(words) == 0
     assert blank in capsys.readouterr().out
@@ -247,6 +258,47 @@ def test_run_and_export_say_why_intervals_are_blank(tmp_path, capsys):
     rows = list(csv.DictReader(lines))
     assert rows
     assert not any(row["low"] for row in rows)
+
+
+def shown(size, std, draws=60):
+    """How often the last coefficient is seen, if B is as large as it can be along it and elsewhere anything."""
+    rng, times = np.random.default_rng(size), 0
+    for draw in range(draws):
+        u = rng.normal(size=size) * (draw % 3)
+        u[-1] = 1.0
+        E = rng.normal(size=(size, size)) * std
+        E = (E + E.T) / 2
+        E[np.diag_indices(size)] = rng.normal(size=size) * std
+        found = estimate(Released(np.zeros(size), np.zeros(size), np.outer(u, u) / 4 + E, (0.0, std)), 1000)
+        times += math.isfinite(found.standard_error[-1])
+    return times
+
+
+@pytest.mark.parametrize("size", [8, 20, 60])
+def test_what_is_hidden_for_sure_is_never_seen(size):
+    """The least noise of which this is said hides every draw. An eighth of it does not: the mutant would be wrong."""
+    std = next(std for std in np.geomspace(1e-3, 10, 400) if hidden_for_sure(0.25, std, size))
+    assert not hidden_for_sure(0.25, std / 8, size)
+    assert shown(size, std) == 0
+    assert shown(size, std / 8) > 0
+    assert not hidden_for_sure(0.25, 0.0, size)
+
+
+def test_a_run_whose_intervals_are_seen_gets_no_warning(tmp_path):
+    """The warning follows from the plan alone: the same for other labels, and for no run without intervals."""
+    x, y, _ = problem(4000)
+    said = {}
+    for name, labels, values in (
+        ("seen", y, {"epsilon": 200.0}),
+        ("hidden", y, {"epsilon": 0.05}),
+        ("other labels", 1 - y, {"epsilon": 0.05}),
+        ("calibrated", y, {"epsilon": 0.05, "calibrate": 0.1}),
+        ("none", y, {"epsilon": 0.05, "uncertainty": 0.0}),
+    ):
+        np.savez(tmp_path / f"{name}.npz", x=x.astype(np.float32), y=labels.astype(np.int64))
+        base = {"data": str(tmp_path / f"{name}.npz"), "clients": 2, "partition": "iid", "rounds": 8}
+        said[name] = run.no_intervals(run.prepare(Spec.of({**base, "uncertainty": 0.2, **values})))
+    assert said == {"seen": False, "hidden": True, "other labels": True, "calibrated": False, "none": False}
 
 
 def test_the_sentence_counts_what_is_known():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -66,6 +67,10 @@ RUN_FLAGS = (
 
 LEAST_SLOPE = 0.8  # of calibration: below it, risks are so sure that people are told
 LEAST_TESTS = 500  # fewer test records do not tell a slope
+NO_INTERVALS = (
+    "WARNING: no coefficient will have an interval, whatever the records say: the noise on the curvature is too large; "
+    "more records, fewer features, a larger epsilon or a larger uncertainty helps"
+)
 
 
 def add(commands: Any) -> None:
@@ -149,6 +154,8 @@ def _lead(arguments: argparse.Namespace, team: Any) -> int:
         out = Path(arguments.out or f"runs/{prepared.resolved.method_name}-{time.strftime('%Y%m%d-%H%M%S')}")
         shared = _join(arguments, prepared)
         run.start(prepared, out, shared)
+    if run.no_intervals(prepared):
+        print(NO_INTERVALS, file=sys.stderr)
     try:
         with terminable():
             prepared = run.release_statistics(prepared, out)

@@ -357,6 +357,7 @@ CONSOLE = (
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than (a constant guess|before training): .+", TESTED),
     Line(r"WARNING: the found ranges are rough .+", PLAN),
+    Line(r"WARNING: no coefficient will have an interval, .+", PLAN),
     Line(rf"note: the calibration slope is {NUMBER}: risks are too sure.+", TESTED),
     Line(r"note: batch .+ is every record of clients .+, so sampling adds no privacy for them", PLAN),
     Line(rf"\S+ ━+ \d+/\d+ ({SHOWN} \S+  (ε \S+|no noise))?\s*", "Progress on stderr. " + TESTED),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 LEAST_RATIO = 2.0  # of an eigenvalue to the largest that noise alone has: smaller ones are hidden
 MOST_HIDDEN = 0.02  # of a coefficient's direction, squared, that may lie in hidden directions
+TAIL = 5.0  # standard deviations: one of 300 noises is larger with a chance below 1 in 10,000
 INTERCEPT = "(intercept)"
 
 
@@ -113,6 +114,29 @@ def estimate(released: Released, units: int, spread: float = 1.0, *, sure: bool 
     hidden |= hidden[-1] and not sure
     error = np.where(hidden, np.nan, np.sqrt(np.clip(variance, 0, None)))
     return Estimate(np.where(hidden, np.nan, start - moved), error)
+
+
+def hidden_for_sure(bound: float, std: float, size: int) -> bool:
+    """Whether the noise hides a coefficient whatever the records are. This needs public facts alone.
+
+    Let M = B + E, and e the direction of the coefficient. If it is not hidden, at least 1 - MOST_HIDDEN of e lies along
+    eigenvalues of M above LEAST_RATIO times the edge, and the rest along eigenvalues of at least -(edge + TAIL std),
+    because B has no negative ones. So e'Me is large. But e'Me = e'Be + e'Ee is at most bound + TAIL std.
+
+    Args:
+        bound: Upper bound of e'Be.
+        std: Of the noise on the diagonal of M.
+        size: Number of coefficients.
+
+    Returns:
+        True if the coefficient has no interval, except with a chance below 1 in 10,000.
+
+    Example:
+        >>> hidden_for_sure(0.25, 0.01, 20), hidden_for_sure(0.25, 0.1, 20)
+        (False, True)
+    """
+    edge, tail = std * math.sqrt(2 * size), TAIL * std
+    return bound + tail < (1 - MOST_HIDDEN) * LEAST_RATIO * edge - MOST_HIDDEN * (edge + tail)
 
 
 def table(found: Estimate, names: Sequence[str], level: float = 0.95) -> list[dict[str, Any]]:

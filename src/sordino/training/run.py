@@ -419,12 +419,31 @@ def life_table(run: PreparedRun, checkpoint: Any) -> list[dict[str, float]] | No
     return life_table_of(cells, calibration.aggregate_std(run.plan, 0), run.model.intervals)
 
 
+def no_intervals(run: PreparedRun) -> bool:
+    """Whether it is certain before training that no coefficient gets an interval, by plan and dimension alone."""
+    if not run.resolved.spec.uncertainty:
+        return False
+    stds, bound = _uncertainty_stds(run), run.plan.stages[-1].queries[HESSIAN].clip
+    numeric, size = len(stds) > SPREAD, run.dataset.x_train.shape[1] + 1
+    if numeric:
+        return intervals.hidden_for_sure(bound, stds[HESSIAN], size)
+    # Of two classes, half of the Hessian; at the intercept p (1 - p), which must be seen if it is not calibrated.
+    intercept = intervals.most_records(run.plan.privacy) / 4
+    bound = bound / 2 if run.resolved.spec.calibrate else min(bound / 2, intercept)
+    return intervals.hidden_for_sure(bound, stds[HESSIAN] / 2, size)
+
+
+def _uncertainty_stds(run: PreparedRun) -> list[float]:
+    """Of the noise on the releases of the last round, by query."""
+    last = len(run.plan.method.stages) - 1
+    return [calibration.aggregate_std(run.plan, last, number) for number in range(len(run.plan.stages[last].queries))]
+
+
 def coefficient_intervals(run: PreparedRun, checkpoint: Any) -> list[dict[str, Any]] | None:
     """Intervals of the coefficients, from the last releases of the run; None if it released none for them."""
     if not run.resolved.spec.uncertainty:
         return None
-    last, schema, privacy = len(run.plan.method.stages) - 1, run.resolved.source.schema, run.plan.privacy
-    stds = [calibration.aggregate_std(run.plan, last, number) for number in range(len(run.plan.stages[last].queries))]
+    schema, privacy, stds = run.resolved.source.schema, run.plan.privacy, _uncertainty_stds(run)
     _, point, gradient, hessian, trace = (np.asarray(part.double().cpu().numpy()) for part in checkpoint[1])
     released = intervals.Released(point, gradient, hessian, (stds[GRADIENT], stds[HESSIAN]))
     numeric, records = bool(trace.size), intervals.most_records(privacy)
