@@ -1,10 +1,13 @@
 """The contracts of causal language models, on a small one whose records may begin with a prompt."""
 
+import json
+
 import pytest
 import torch
 
 from sordino import checks
 from sordino.checks.language import clips_every_token, small_language, tokens
+from sordino.cli import main
 from sordino.core import Adjacency, Shard, Unit
 from sordino.methods import entry
 from tests.support import tiers
@@ -22,6 +25,12 @@ def test_a_mutant_that_is_none_is_noticed(monkeypatch):
     monkeypatch.setattr(checks, "clips_every_token", lambda method, model: (method, model))
     (report,) = checks.check_sequences(trials=checks.LEAST_TRIALS, units=[Unit.RECORD])
     assert not report.passed
+
+
+def test_the_model_is_checked_by_its_name_too(monkeypatch, capsys):
+    monkeypatch.setattr(checks, "check_sequences", lambda name: [passed("add-remove")._replace(name=name)])
+    assert main(["check", "causal-lora", "sequences", "--json"]) == 0
+    assert [report["name"] for report in json.loads(capsys.readouterr().out)] == ["causal-lora", "sequences"]
 
 
 def passed(adjacency):

@@ -164,6 +164,7 @@ def act(arguments: argparse.Namespace) -> int:
                 UNCERTAINTY: check_uncertainty,
                 CLIPPING: check_clipping,
                 SEQUENCES: check_sequences,
+                **{known: check_sequences for known, model in registry.REGISTRY.items() if model.causal},
                 **dict.fromkeys(counted, check_tally),
             }
             checked: Callable[[str], list[Report]] = others.get(name) or (

@@ -423,8 +423,14 @@ class ResolvedSpec:
         return text.column(source.text, source.length, source.tokenizer)
 
     def _check_text(self) -> None:
-        """Refuse columns that the model does not read."""
+        """Refuse columns that the model does not read, and a method that scales what it reads."""
         source, name = self.source, self.model.name
+        reads = source.text is not None and self.model.entry.reads == "text"
+        if reads and source.normalize != "none" and source.normalize == entry(self.method_name).normalize:
+            raise SordinoError(
+                f"method: {self.method_name} scales numbers, and the features are token ids; use a method for "
+                "networks, such as dp-fedadam or dp-fedadamw."
+            )
         if source.prompt is not None and not self.model.entry.causal:
             raise SordinoError(
                 f"prompt: model {name} learns labels, and reads no prompt; leave prompt out, or use causal-lora."
