@@ -102,6 +102,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # data, keys of the spec
     "100 clients": ("CIFAR-10, ResNet-20", {"clients": 100}),
     "1,000 clients": ("CIFAR-10, ResNet-20", {"clients": 1000}),
     "Dirichlet 0.1": ("CIFAR-10, ResNet-20", {"partition": "dirichlet:0.1"}),
+    f"{RARE}, prevalence declared": (RARE, {"class_weights": "balanced", "prevalence": [0.99, 0.01]}),
 } | {name: (name, {}) for name in (*OTHER_FILES, *FILES)}
 SETTING_EPSILONS = (0.5, 2.0, 10.0, math.inf)
 REGRESSION = "logistic regression"  # of scikit-learn: C = 1, the same records, no noise
@@ -246,9 +247,11 @@ def rival_cells(
     method: str,
     options: Sequence[dict[str, Any]] | None = None,
     epsilons: Sequence[float] = EPSILONS,
+    setting: str | None = None,
 ) -> list[Cell]:
     """The rival with the settings that are best at each round with the tuning seed."""
-    seeds, options = (TUNING_SEED, *SEEDS), options or RIVALS[method]
+    seeds, keys = (TUNING_SEED, *SEEDS), SETTINGS[setting][1] if setting else {}
+    options = [each | keys for each in options or RIVALS[method]]
     runs = trained(dataset, name, device, options, epsilons, seeds, method=method, clip=5.0, trust=trust)
     cells = []
     for epsilon in epsilons:
@@ -257,7 +260,7 @@ def rival_cells(
             tuned = max((run for run in own if run.seed == TUNING_SEED), key=lambda run: run.accuracy[k]).option
             samples = [run.accuracy for run in own if run.option == tuned and run.seed in SEEDS]
             figures.append(mean(samples)[k])
-        cells.append(Cell(name, method, trust, epsilon, tuple(figures)))
+        cells.append(Cell(setting or name, method, trust, epsilon, tuple(figures)))
     return cells
 
 
@@ -352,7 +355,8 @@ def measured(part: str, folder: Path, device: str, only: str | None) -> Iterator
             for trust in TRUSTS if epsilons != (math.inf,) else TRUSTS[1:]:
                 yield auto_cells(dataset, name, trust, device, PLAIN, epsilons, setting=setting)
                 for method in RARE_RIVALS if name == RARE else ():
-                    yield rival_cells(dataset, name, trust, device, method, RIVALS[method][::4], epsilons[:-1])
+                    few = RIVALS[method][::4]
+                    yield rival_cells(dataset, name, trust, device, method, few, epsilons[:-1], setting)
     elif part == "objective":
         for name in chosen(OBJECTIVE_DATA):
             yield objective_cells(read(name, folder), name, EPSILONS)
@@ -497,12 +501,12 @@ def short_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]])
 def setting_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]]) -> list[str]:
     """Other settings, and runs without noise beside logistic regression."""
     text = (
-        "CIFAR-10, ResNet-20, unless another set is named. Of the rare class the figures are AUC in %. 100 classes: "
-        "records of both sets side by side, 25,000 pairs, seed 1."
+        "CIFAR-10, ResNet-20, unless another set is named. Of the rare class the figures are AUC in %. Prevalence "
+        "declared: classes have balanced weights, which follow from a public prevalence. 100 classes: records of both sets side by side, 25,000 pairs, seed 1."
     )
     lines = heading("Other settings", [f"ε = {e:g}" for e in SETTING_EPSILONS], text)
     for setting, trust in itertools.product((s for s in SETTINGS if s not in FILES), TRUSTS):
-        for row in (PLAIN, *(RARE_RIVALS if setting == RARE else ())):
+        for row in (PLAIN, *(RARE_RIVALS if SETTINGS[setting][0] == RARE else ())):
             found = [figures.get((setting, row, trust, e)) for e in SETTING_EPSILONS]
             label = f"{setting}, {trust}" + (f": {row}, tuned" if row != PLAIN else "")
             lines += [line(label, found)] if any(found) else []
