@@ -502,7 +502,8 @@ def setting_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]
     """Other settings, and runs without noise beside logistic regression."""
     text = (
         "CIFAR-10, ResNet-20, unless another set is named. Of the rare class the figures are AUC in %. Prevalence "
-        "declared: classes have balanced weights, which follow from a public prevalence. 100 classes: records of both sets side by side, 25,000 pairs, seed 1."
+        "declared: classes have balanced weights, which follow from a public prevalence. 100 classes: records "
+        "of both sets side by side, 25,000 pairs, seed 1."
     )
     lines = heading("Other settings", [f"ε = {e:g}" for e in SETTING_EPSILONS], text)
     for setting, trust in itertools.product((s for s in SETTINGS if s not in FILES), TRUSTS):
