@@ -272,16 +272,11 @@ def check_weights(
       One report per unit, kind of weights, noised query and adjacency.
     """
     classes = Linear(3, 3, class_weights=torch.tensor([0.5, 2.0, 2.0]))
-    reports = []
+    reports: list[Report] = []
     for unit in units:
         method = entry("dp-fedgd").at(unit)
         for model in (classes, weighed_records(Linear(3, 3))) if unit is Unit.RECORD else (classes,):
-            wrong = weighs_beyond_the_clip(method, model)
-            for report in _reports(name, method, [model], trials, seed):
-                found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
-                missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", weighs_beyond_the_clip)]
-                problems = [*report.problems, *missed]
-                reports.append(report._replace(passed=not problems, problems=problems))
+            reports += _rejecting(weighs_beyond_the_clip, name, method, model, trials, seed)
     return reports
 
 
@@ -301,18 +296,13 @@ def check_clipping(
     Returns:
       One report per unit, law, noised query and adjacency.
     """
-    model, reports = small_network(), []
+    model = small_network()
+    reports: list[Report] = []
     for unit in units:
         for law in CHECKED_CLIPPINGS:
             clipping = Clipping.parse(law)
             method = with_clipping(entry("dp-fedgd").at(unit), clipping)
-            mutant = OF_CLIPPINGS[clipping.law]
-            wrong = mutant(method, model)
-            for report in _reports(f"{name} {law}", method, [model], trials, seed):
-                found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
-                missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", mutant)]
-                problems = [*report.problems, *missed]
-                reports.append(report._replace(passed=not problems, problems=problems))
+            reports += _rejecting(OF_CLIPPINGS[clipping.law], f"{name} {law}", method, model, trials, seed)
     return reports
 
 
@@ -332,16 +322,8 @@ def check_sequences(
     Returns:
       One report per unit, noised query and adjacency.
     """
-    model, reports = small_language(), []
-    for unit in units:
-        method = entry("dp-fedgd").at(unit)
-        for report in _reports(name, method, [model], trials, seed):
-            wrong = clips_every_token(method, model)
-            found = sensitivity(*wrong, adjacency=Adjacency(report.adjacency), trials=trials, seed=seed)
-            missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", clips_every_token)]
-            problems = [*report.problems, *missed]
-            reports.append(report._replace(passed=not problems, problems=problems))
-    return reports
+    model, methods = small_language(), [entry("dp-fedgd").at(unit) for unit in units]
+    return [report for each in methods for report in _rejecting(clips_every_token, name, each, model, trials, seed)]
 
 
 def small_network() -> TorchModel:
@@ -404,6 +386,18 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
             all_problems = [*problems, *worst.problems, *missed]
             numbers = (worst.claimed, worst.worst, difference)
             yield Report(name, method.unit, adjacency, worst.query, *numbers, not all_problems, all_problems)
+
+
+def _rejecting(
+    mutant: Callable[..., Any], name: str, method: Method, model: Any, trials: int, seed: int
+) -> Iterator[Report]:
+    """The reports of one model, and a problem for each adjacency under which one more mutant passes."""
+    wrong, its_model = mutant(method, model)
+    for report in _reports(name, method, [model], trials, seed):
+        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed)
+        missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", mutant)]
+        problems = [*report.problems, *missed]
+        yield report._replace(passed=not problems, problems=problems)
 
 
 def _searched(
