@@ -358,8 +358,9 @@ class Part(Team):
 
 
 @pytest.mark.parametrize("per_person", [1, 2])
-@pytest.mark.parametrize("model", [Linear(8, 3), network()], ids=["linear", "network"])
-def test_each_record_is_in_the_sum_of_one_rank(model, per_person):
+@pytest.mark.parametrize("make", [lambda: Linear(8, 3), network], ids=["linear", "network"])
+def test_each_record_is_in_the_sum_of_one_rank(make, per_person):
+    model = make()
     rng = torch.Generator().manual_seed(0)
     x, y = 3 * torch.randn(10, 8, generator=rng), torch.arange(10) % 3
     theta, clip = torch.randn(model.size, generator=rng), 0.5
