@@ -266,7 +266,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
             epsilon = float(accounts[n, -1])
             factors[n] = most
             # Where only sums are visible, the largest factor counts: an account that it suffices for needs no search.
-            if not most or subsampled.epsilon(_with_noise(sampled, most), delta, adjacency, rest / most) > epsilon:
+            if not most or not subsampled.suffices(_with_noise(sampled, most), epsilon, delta, adjacency, rest / most):
                 factors[n] = subsampled.scale(sampled, epsilon, delta, adjacency, rest)
             most = max(most, float(factors[n])) if plan.only_sums_visible else 0.0
     if plan.only_sums_visible:

@@ -38,13 +38,85 @@ def divergence(law, alpha):
 @pytest.mark.parametrize("way", ["remove", "add", "replace"])
 def test_the_pair_of_an_epoch_dominates_it_closely(bins, rounds, way):
     for mu in (0.3, 1.2) if way != "replace" else (0.9,):
-        law = allocation.law(bins, rounds, mu, way, 1e-9, 0.03 if way != "replace" else 0.1, 1 << 16)
+        law = allocation.law(bins, rounds, mu, way, 1e-9, 0.05)
         for epsilon in (-1.0, -0.3, 0.0, 0.2, 0.7, 1.5):
             truth = exact(mu, way, math.exp(epsilon), bins, rounds)
             found = divergence(law, math.exp(epsilon))
             assert truth - 2e-6 <= found <= 1.03 * truth + 2e-4
-        less = allocation.law(bins, rounds, 0.95 * mu, way, 1e-9, 0.03, 1 << 13)
+        less = allocation.law(bins, rounds, 0.95 * mu, way, 1e-9, 0.05)
         assert divergence(less, 1.0) < exact(mu, way, 1.0, bins, rounds) - 1e-5, "a shorter term is found out"
+
+
+@pytest.mark.parametrize(("bins", "rounds", "mu"), [(2, 2, 1.2), (7, 2, 1.6), (5, 1, 1.6), (40, 2, 2.0)])
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+def test_divergences_are_bounds_also_where_they_are_small(way, bins, rounds, mu):
+    alphas = np.exp([0.0, 0.2, 0.7, 1.5, 3.0, 4.5] if way != "add" else [0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+    found = allocation.divergences(alphas, bins, rounds, mu, way, 1e-12)
+    truth = np.array([exact(mu, way, alpha, bins, rounds) for alpha in alphas])
+    assert (found >= truth * (1 - 1e-4) - 2e-6).all(), "the quadrature errs by less"
+    assert (found <= 1.1 * truth + 2e-5).all()
+    less = allocation.divergences(alphas, bins, rounds, 0.95 * mu, way, 1e-12)
+    assert (less < truth * (1 - 1e-4) - 2e-6).any(), "a shorter term is found out"
+
+
+@pytest.mark.parametrize("way", ["remove", "replace"])
+def test_a_term_that_is_cut_is_paid_for_exactly_once(way):
+    """Whatever the cut, the bound holds, and a cut beyond the shortfall of the others costs nothing."""
+    rng = np.random.default_rng(3)
+    for top in (0.5, 3.0, 20.0, 200.0):
+        terms = np.exp(1.5 * rng.normal(size=(2000, 8))) - 2.0 * np.exp(1.5 * rng.normal(size=(2000, 8)))
+        whole = np.maximum(terms.sum(1), 0.0)
+        cut, rest = np.minimum(terms, top).sum(1), np.maximum(terms - top, 0.0).sum(1)
+        assert (whole <= np.maximum(cut, 0.0) + rest + 1e-9).all()
+        enough = cut >= 0
+        assert np.allclose(whole[enough], cut[enough] + rest[enough])
+        assert top > 100 or (whole > np.maximum(cut, 0.0) + 0.95 * rest + 1e-9).any(), "the cut is not free"
+    alphas = np.exp([0.0, 1.0, 3.0])
+    with pytest.MonkeyPatch.context() as patch:
+        tight = allocation.divergences(alphas, 20, 20, 1.5, way, 1e-12)
+        for shortfall in (0.5, 2.0, 30.0):
+            patch.setattr(allocation, "_SHORTFALL", shortfall)
+            assert (allocation.divergences(alphas, 20, 20, 1.5, way, 1e-12) > tight * 0.97).all()
+
+
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+def test_a_wider_grid_costs_more_and_never_less(way):
+    alphas = np.exp([0.0, 0.3, 0.6] if way == "add" else [0.0, 1.0, 4.0])
+    fine = allocation.divergences(alphas, 62, 62, 1.9, way, 1e-12, 0.02, 1 << 14)
+    for width, cells in ((0.1, 1 << 11), (0.3, 1 << 9), (1.0, 1 << 7)):
+        assert (allocation.divergences(alphas, 62, 62, 1.9, way, 1e-12, width, cells) > fine * (1 - 3e-3)).all()
+
+
+def test_the_first_minibatch_by_itself_is_a_poisson_sample():
+    release = SampledGaussian(0.1, 1.3, 1, Sampler.ALLOCATION)
+    for adjacency in Adjacency:
+        poisson = subsampled.epsilon([release._replace(sampler=Sampler.POISSON)], 1e-6, adjacency)
+        assert subsampled.epsilon([release], 1e-6, adjacency) == poisson
+    for way in ("remove", "add", "replace"):
+        for epsilon in (0.0, 0.05, 0.09):
+            (found,) = allocation.divergences(np.exp([epsilon]), 10, 1, 1.3, way, 1e-12)
+            assert exact(1.3, way, math.exp(epsilon), 10, 1) - 2e-6 <= found
+
+
+@pytest.mark.parametrize("adjacency", Adjacency)
+@pytest.mark.parametrize(("times", "epsilon", "delta"), [(200, 8.0, 1e-5), (10, 20.0, 1e-10)])
+def test_a_search_takes_few_cells(monkeypatch, tmp_path, adjacency, times, epsilon, delta):
+    """What takes long is the number of cells of all grids; with one grid for all alphas it was a hundred times this."""
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
+    for cached in (subsampled._epsilon, allocation.law, allocation._profile):
+        cached.cache_clear()
+    transform, cells = allocation._power, [0]
+
+    def counted(mass, power, size):
+        cells[0] += size * mass.size // mass.shape[-1]
+        return transform(mass, power, size)
+
+    monkeypatch.setattr(allocation, "_power", counted)
+    release = SampledGaussian(1 / 62, 1.0, times, Sampler.ALLOCATION)
+    factor = subsampled.scale([release], epsilon, delta, adjacency)
+    assert subsampled.epsilon([release._replace(mu=1 / factor)], delta, adjacency) <= epsilon
+    assert subsampled.epsilon([release._replace(mu=1.01 / factor)], delta, adjacency) > epsilon
+    assert 0 < cells[0] < 6_000_000
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)
@@ -79,7 +151,10 @@ def test_epochs_of_two_runs_are_not_one_epoch():
     parts, _ = subsampled._fold([half, half], Adjacency.ADD_REMOVE, 0.0)
     assert parts == (SampledGaussian(0.25, 1.0, 2, Sampler.ALLOCATION, 2),)
     parts, _ = subsampled._fold([half._replace(times=9)], Adjacency.ADD_REMOVE, 0.0)
-    assert [(part.span, part.times) for part in parts] == [(1, 1), (4, 2)]
+    assert [(part.sampler, part.span, part.times) for part in parts] == [
+        (Sampler.ALLOCATION, 4, 2),
+        (Sampler.POISSON, 0, 1),
+    ]
 
 
 def test_an_epoch_costs_at_most_one_release_on_all_data():

@@ -14,9 +14,15 @@ in its place, with W' = exp(-mu z - mu² / 2). The divergence at alpha is E[(A -
     D = W - alpha,    1 - alpha W',    W - alpha W'.
 
 Spreading a term over the two ends of its cell, with its mean kept, increases such an expectation, and so does raising a
-term. A term may be cut at `top` if E[(D - top)_+] is added for each term, because (x + y)_+ is at most x_+ + y_+. The
-terms then lie on a grid, and one Fourier transform and a power give the law of their sum. What is wrapped around or
-lost to rounding is added. Replace-one uses tilted masses, so that a small divergence is not lost in rounding.
+term. A term may be cut at `top` if E[(D - top)_+] is added for each term, because (x + y)_+ is at most x_+ + y_+. That
+is an equality if y, the sum of the others, is at least -top; so a `top` that is likely to exceed their shortfall costs
+next to nothing, however far a term may reach. The terms then lie on a grid, and one Fourier transform and a power give
+the law of their sum. What is wrapped around or lost to rounding is added.
+
+There are two ways to the pair of an epoch. For a record that leaves, if one grid can hold A itself in cells that are
+small compared with a term (`_from_sum`), its law is the answer. Otherwise the divergence is computed at some alphas,
+each on a grid of its own (`_from_profile`), from tilted masses, so that a small one is not lost in rounding. The chords
+between them are above the convex function.
 """
 
 from __future__ import annotations
@@ -31,6 +37,14 @@ from sordino.lazy import scipy
 
 Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
+MOST_ALPHAS = 400  # at which a divergence is computed
+MOST_LOSS = 300.0  # exp(MOST_LOSS) is the largest alpha
+SUM_WIDTH, SUM_CELLS = 0.03, 1 << 15  # of a grid for all alphas: width of a cell in standard deviations of one term
+WIDTH, CELLS = 0.1, 1 << 11  # of the grid for one alpha
+_PLACES = 256  # units in the last place: more than the rounding of a cell's ends, relative to the terms there
+_WRAPPED = 16.0  # -log of the tilted mass that may wrap around
+_AT_ONCE = 8  # alphas that are computed together
+_SHORTFALL = 8.0  # standard deviations by which the other terms may fall short of their mean before a cut costs much
 _UNIT = 2.0**-52
 _LEAST = (
     4.3  # standard deviations: a term that is smaller than here, under the measure that it weighs most in, is raised
@@ -46,7 +60,7 @@ class Law(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def law(bins: int, rounds: int, mu: float, way: str, cut: float, share: float, cells: int) -> Law:
+def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> Law:
     """The pair that dominates one epoch.
 
     Args:
@@ -55,57 +69,62 @@ def law(bins: int, rounds: int, mu: float, way: str, cut: float, share: float, c
       mu: the largest length of a record's term, in standard deviations of the noise.
       way: `remove`, `add` or `replace`.
       cut: probability that may be counted as an infinite loss.
-      share: width of a cell, in standard deviations of one term, and a part of the distance of two alphas, in those of
-        the loss.
-      cells: at most; if they are too few, cells are wider.
+      spacing: of the losses of the pair, where it is computed loss by loss. Tails have wider spaces.
 
     Returns:
       The pair.
     """
-    if way == "replace":
-        return _from_profile(bins, rounds, mu, cut, share, cells)
-    return _from_sum(bins, rounds, mu, way, cut, share, cells)
+    if way == "remove":
+        h = SUM_WIDTH * math.sqrt(math.expm1(mu * mu))
+        top = math.exp(mu * (mu - float(scipy.special.ndtri(cut / 4))) - mu * mu / 2)
+        reach = rounds + 12 / SUM_WIDTH * h * math.sqrt(rounds) + 1.2 * top
+        if reach <= h * SUM_CELLS:
+            return _from_sum(bins, rounds, mu, h, top, reach)
+    return _from_profile(bins, rounds, mu, way, cut, spacing)
 
 
-# --------------------------------------------------------------------------------------- a record joins or leaves
+def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
+    """About the standard deviation of the loss of an epoch; not a bound."""
+    return (1 + (way == "replace")) * math.sqrt(math.log1p(rounds * math.expm1(mu * mu) / bins**2))
 
 
-def _from_sum(bins: int, rounds: int, mu: float, way: str, cut: float, share: float, cells: int) -> Law:
-    """The law of the likelihood ratio: under the data set with the record (remove), or without it (add).
+# ------------------------------------------------------------------------------------------------- all alphas at once
+
+
+def _from_sum(bins: int, rounds: int, mu: float, h: float, top: float, reach: float) -> Law:
+    """The law of the likelihood ratio under the data set with a record that leaves.
 
     With the record, a sum has one term from the shifted normal, which by symmetry is the first one, or no such term if
     the record is in a minibatch that is not released.
+
+    Args:
+      bins: minibatches of an epoch.
+      rounds: how many of them are released.
+      mu: the largest length of a record's term.
+      h: width of a cell.
+      top: where a term is cut.
+      reach: where the grid of the sum ends.
+
+    Returns:
+      The pair.
     """
-    std = math.sqrt(math.expm1(mu * mu))
-    level = cut / 4 if way == "remove" else 1e-9
-    top = math.exp(mu * ((mu if way == "remove" else 0.0) - float(scipy.special.ndtri(level))) - mu * mu / 2)
-    reach = rounds + 12 * std * math.sqrt(rounds) + 1.2 * top
-    if way == "add":  # larger ratios are rare, and may be rounded down
-        reach = min(reach, max(8.0 * bins, share * std * cells))
-        top = min(top, reach)
-    h = max(share * std, reach / cells)
     values = h * np.arange(math.ceil(top / h) + 1)
     with np.errstate(divide="ignore"):
         z = (np.log(values) + mu * mu / 2) / mu
     q, q_slack = _cells(np.append(z, np.inf))
     p, p_slack = _cells(np.append(z, np.inf) - mu)
-    sign = 1.0 if way == "remove" else -1.0  # rounding must raise the ratio, or lower it
-    up = np.clip((p - values * q + sign * (p_slack + values * q_slack))[:-1] / h, 0.0, (q + q_slack)[:-1])
+    up = np.clip((p - values * q + p_slack + values * q_slack)[:-1] / h, 0.0, (q + q_slack)[:-1])
     mass = q + q_slack  # what lies above `top` is moved to it
     mass[:-1] -= up
     mass[1:] += up
     size = scipy.fft.next_fast_len(math.ceil(reach / h) + 1, real=True)
     others, other_lost = _power(mass, rounds - 1, size)
-    first = ((bins - rounds) + rounds * values) / bins * mass if way == "remove" else mass
-    spectrum = scipy.fft.rfft(np.bincount(np.arange(len(first)) % size, first, size))
+    first = ((bins - rounds) + rounds * values) / bins * mass
+    spectrum = scipy.fft.rfft(first, size)
     norm, c = float(first.sum()), 3 * _UNIT * math.log2(size)
     lost = 2 * float(((np.abs(spectrum) + c * norm) * other_lost + np.abs(others) * c * norm * 2).sum()) / size
     masses = np.maximum(scipy.fft.irfft(spectrum * others, size), 0.0) + lost + 4 * c * norm / size
     ratios = ((bins - rounds) + h * np.arange(size)) / bins
-    if way == "add":
-        infinite = float(masses[0]) if rounds == bins else 0.0
-        keep = ratios > 0
-        return Law(-np.log(ratios[keep])[::-1], masses[keep][::-1], infinite)
     infinite = rounds / bins * float(scipy.special.ndtr(mu - z[-1])) + _beyond(values, first, mass, rounds, h * size)
     keep = ratios > 0
     return Law(np.log(ratios[keep]), masses[keep], infinite)
@@ -124,18 +143,21 @@ def _beyond(values: Array, first: Array, mass: Array, rounds: int, last: float) 
 
 def _cells(z: Array) -> tuple[Array, Array]:
     """The standard normal's masses between successive z, each from the smaller tail, and a bound on their rounding."""
-    below, above = scipy.special.ndtr(z), scipy.special.ndtr(-z)
-    right = z[:-1] > -z[1:]
-    mass = np.where(right, above[:-1] - above[1:], below[1:] - below[:-1])
-    return np.maximum(mass, 0.0), 8 * _UNIT * np.where(right, above[:-1], below[1:])
+    tail = scipy.special.ndtr(-np.abs(z))
+    first, second = z[..., :-1], z[..., 1:]
+    a, b = tail[..., :-1], tail[..., 1:]
+    apart = (first < 0) & (second > 0)
+    mass = np.where(apart, 1 - (a + b), np.abs(a - b))
+    return np.asarray(mass), 8 * _UNIT * np.where(apart, 1.0, np.maximum(a, b))
 
 
 def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
     """The transform of `times` equal terms on a circle, and a bound on the rounding of each entry.
 
-    `mass` adds up to 1, up to rounding. The bounds are those of `subsampled._compose`.
+    `mass` adds up to 1, up to rounding, and has at most `size` entries. The bounds are those of `subsampled._compose`,
+    and cover the transform back as well.
     """
-    z = scipy.fft.rfft(np.bincount(np.arange(len(mass)) % size, mass, size))
+    z = scipy.fft.rfft(mass, size)
     c = 3 * _UNIT * math.log2(size)
     bound = np.abs(z) + c
     most = np.exp(times * np.log(bound))
@@ -144,28 +166,25 @@ def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
         if left & 1:
             result = result * base
         left >>= 1
-        base = base * base
-    return result, most * (times * (c / bound + 8 * _UNIT) + 8 * _UNIT)
+        if left:
+            base = base * base
+    return result, most * (times * (c / bound + 8 * _UNIT) + 8 * _UNIT + c)
 
 
-# ---------------------------------------------------------------------------------------------- a record is replaced
+# ------------------------------------------------------------------------------------------- divergence by divergence
 
 
-def _from_profile(bins: int, rounds: int, mu: float, cut: float, share: float, cells: int) -> Law:
+def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> Law:
     """The pair whose divergence is the chords between divergences at some alpha, which are above the convex function.
 
-    The pair is symmetric: exchanged, it has the same divergences. So those at alpha < 1 follow from those above.
+    Those at alpha < 1 follow from those of the exchanged pair above: add for remove, and the reverse. The pair of a
+    replaced record is symmetric.
     """
-    std = 2 * math.sqrt(math.log1p(rounds * math.expm1(mu * mu) / bins**2))
-    epsilons, deltas, epsilon = [0.0], [replaced(1.0, bins, rounds, mu, cut / 4, share, cells)], 0.0
-    step = share * std
-    while deltas[-1] > cut and len(epsilons) < 400:
-        epsilon += step * max(1.0, epsilon / (3 * std))
-        epsilons.append(epsilon)
-        deltas.append(min(replaced(math.exp(epsilon), bins, rounds, mu, cut / 4, share, cells), deltas[-1]))
-    above, at = np.exp(epsilons), np.array(deltas)
-    below = 1 - 1 / above[:0:-1] + at[:0:-1] / above[:0:-1]
-    alphas = np.concatenate([[0.0], 1 / above[:0:-1], above])
+    exchanged = {"remove": "add", "add": "remove", "replace": "replace"}[way]
+    above, at = _profile(bins, rounds, mu, way, cut, spacing)
+    other, other_at = _profile(bins, rounds, mu, exchanged, cut, spacing)
+    below = 1 - 1 / other[:0:-1] + other_at[:0:-1] / other[:0:-1]
+    alphas = np.concatenate([[0.0], 1 / other[:0:-1], above])
     values = np.concatenate([[1.0], below, at]) * (1 + 4 * _UNIT)
     kept = _hull(alphas, values)
     alphas, values = alphas[kept], values[kept]
@@ -174,6 +193,27 @@ def _from_profile(bins: int, rounds: int, mu: float, cut: float, share: float, c
     slack = 8 * _UNIT * (np.append(values[:-1] / np.diff(alphas), 0.0))
     masses = alphas[1:] * (np.maximum(np.diff(slopes), 0.0) + slack[1:] + slack[:-1])
     return Law(np.log(alphas[1:]), masses, float(values[-1]))
+
+
+@lru_cache(maxsize=64)
+def _profile(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> tuple[Array, Array]:
+    """Alphas from 1 on, and upper bounds on the divergence there, which never increase; the last is at most `cut`.
+
+    A record that joins reduces no probability below a factor of (bins - rounds) / bins, so its divergence ends there.
+    """
+    most = math.log(bins / (bins - rounds)) if way == "add" and rounds < bins else math.inf
+    far = 6 * loss_std(bins, rounds, mu, way)
+    epsilons, deltas = [0.0], np.ones(0)
+    falls = True
+    while falls and not (deltas <= cut).any() and len(deltas) < MOST_ALPHAS:
+        while len(epsilons) < len(deltas) + _AT_ONCE:
+            epsilons.append(min(epsilons[-1] + spacing * max(1.0, epsilons[-1] / far), MOST_LOSS))
+        alphas = np.exp(np.minimum(epsilons[len(deltas) :], most))
+        found = divergences(alphas, bins, rounds, mu, way, cut / 4, WIDTH, CELLS // (1 + (way == "remove")))
+        falls = not len(deltas) or bool(found.min() < 0.9 * deltas.min())
+        deltas = np.append(deltas, np.where(np.array(epsilons[len(deltas) :]) < most, found, 0.0))
+    kept = int(np.append(np.flatnonzero(deltas <= cut), len(deltas) - 1)[0]) + 1
+    return np.exp(np.minimum(epsilons[:kept], most)), np.minimum.accumulate(deltas[:kept])
 
 
 def _hull(x: Array, y: Array) -> list[int]:
@@ -190,93 +230,157 @@ def _hull(x: Array, y: Array) -> list[int]:
     return kept
 
 
-def replaced(alpha: float, bins: int, rounds: int, mu: float, cut: float, share: float, cells: int) -> float:
-    """An upper bound on E[(A - alpha B)_+] for alpha >= 1.
+class _Terms(NamedTuple):
+    """What is random in a term, as an increasing function of a standard normal z: W, -alpha W' or W - alpha W'.
+
+    E[W; cell] is the mass of the cell under a normal with mean mu, and E[W'; cell] that with mean -mu. `ahead` is mu,
+    or 0 if there is no W; `behind` is mu, or 0 if there is no W'. One row per alpha.
+    """
+
+    alpha: Array
+    mu: float
+    ahead: float
+    behind: float
+
+    @property
+    def std(self) -> Array:
+        """The standard deviation."""
+        one, both = math.expm1(self.mu**2), -math.expm1(-(self.mu**2))
+        variance = one * (self.ahead > 0) + one * self.alpha**2 * (self.behind > 0)
+        return np.asarray(np.sqrt(variance + 2 * self.alpha * both * (self.ahead == self.behind)))
+
+    def mean(self, with_w: Array, with_other: Array) -> Array:
+        """The mean from the masses under both normals."""
+        return np.asarray((self.ahead > 0) * with_w - (self.behind > 0) * self.alpha * with_other)
+
+    def at(self, z: Array) -> Array:
+        """The term at z."""
+        return self.mean(np.exp(self.mu * z - self.mu**2 / 2), np.exp(-self.mu * z - self.mu**2 / 2))
+
+    def where(self, value: Array) -> Array:
+        """The z at which the term has this value; infinite outside its range."""
+        alpha, half = self.alpha, self.mu**2 / 2
+        if self.ahead and self.behind:
+            return np.asarray((np.log(alpha) / 2 + np.arcsinh(value * (math.exp(half) / 2 / np.sqrt(alpha)))) / self.mu)
+        with np.errstate(divide="ignore"):
+            if self.ahead:
+                return np.asarray((np.log(np.maximum(value, 0.0)) + half) / self.mu)
+            return np.asarray((np.log(alpha) - np.log(np.maximum(-value, 0.0)) - half) / self.mu)
+
+
+def divergences(
+    alphas: Array, bins: int, rounds: int, mu: float, way: str, cut: float, width: float = WIDTH, cells: int = CELLS
+) -> Array:
+    """Upper bounds on E[(A - alpha)_+], E[(1 - alpha A)_+] or E[(A - alpha B)_+], for some alpha >= 1.
 
     Args:
-      alpha: the factor, exp(epsilon).
+      alphas: the factors, exp(epsilon).
       bins: minibatches of an epoch.
       rounds: how many of them are released.
       mu: the largest length of a record's term, in standard deviations of the noise.
-      cut: what may be added to the divergence.
-      share: width of a cell, in standard deviations of one term.
-      cells: at most.
+      way: `remove`, `add` or `replace`.
+      cut: what may be added to a divergence.
+      width: of a cell, in standard deviations of one term.
+      cells: at most, for each alpha.
 
     Returns:
-      The bound.
+      One bound per alpha.
     """
-    constant = (bins - rounds) * (1 - alpha)
-    ends = (-mu - _LEAST, mu - float(scipy.special.ndtri(cut)))
-    low, top = (float(_term(np.array(end), alpha, mu)) for end in ends)
-    z = np.linspace(*ends, 500)  # of a quadrature that only places the grid
-    log_p, d = -z * z / 2 + math.log((z[1] - z[0]) / math.sqrt(2 * math.pi)), _term(z, alpha, mu)
-    std = math.sqrt(max(float(np.exp(log_p) @ d**2) - (1 - alpha) ** 2, 1e-300))
+    terms = _Terms(alphas[:, None], mu, mu if way != "add" else 0.0, mu if way != "remove" else 0.0)
+    alpha, std = terms.alpha, terms.std
+    constant = (bins - rounds * (way != "add")) - alpha * (bins - rounds * (way != "remove"))
+    scale = (
+        std if way == "remove" else np.minimum(std, 3 * alpha)
+    )  # of what counts: rare large W' leave no positive sum
+    spread = scale * math.sqrt(rounds)
+    z = np.linspace(-terms.behind - _LEAST, terms.ahead - float(scipy.special.ndtri(cut)), 100)
+    log_p, d = -z * z / 2 + math.log((z[1] - z[0]) / math.sqrt(2 * math.pi)), terms.at(z)  # only places the grid
+    enough = (bins - 1) * (alpha - 1) + _SHORTFALL * spread
+    usual = 1 - alpha - (constant - (bins - rounds) * (1 - alpha)) / rounds  # the mean of a term
+    enough = -constant if way == "remove" else enough  # no W is negative, so one of this length makes the sum positive
+    low, top = np.maximum(d[:, :1], usual - enough), np.minimum(d[:, -1:], usual + enough)
+    d = np.clip(d, low, top)
 
-    def log_moment(t: float) -> float:
-        return rounds * _log_sum(log_p + t * d) + t * constant
+    def log_moments(t: Array) -> Array:
+        return np.asarray(rounds * _log_sum(log_p + t[:, :, None] * d[:, None, :])[..., 0] + t * constant)
 
-    tilts = np.geomspace(1e-3, 40.0, 24) / (std * math.sqrt(rounds))
-    moments = [log_moment(float(t)) for t in tilts]
-    n = int(np.argmin(moments))
-    theta, goal = float(tilts[n]), math.log(cut * bins)
-    last, t_last = max(top, 2 * std), 0.0
+    tilts = np.geomspace((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 20, axis=1)
+    moments = log_moments(tilts)
+    best = moments.argmin(1)[:, None]
+    theta, least = np.take_along_axis(tilts, best, 1), np.take_along_axis(moments, best, 1)
+    last, goal = np.maximum(top, 2 * scale), math.log(cut * bins)
     for _ in range(2):
-        last, t_last = min(((k - goal + math.log(last)) / t, t) for k, t in zip(moments, tilts, strict=True))
-        last = max(last, 2 * std)
-    lower = np.geomspace(0.1, 10.0, 8) / (std * math.sqrt(rounds))
-    start = max((moments[n] - log_moment(theta - float(u)) - 12.0) / u for u in lower)
-    start = min(start, -std)
-    h = max(share * std, (last - start) / cells, (top - low) / cells)
-    return _replaced_on_grid(alpha, bins, rounds, mu, (low, top), (start, last), h, theta, float(t_last))
+        lasts = (moments - goal + np.log(last)) / tilts
+        last = np.maximum(lasts.min(1, keepdims=True), 2 * scale)
+    t_last = np.take_along_axis(tilts, lasts.argmin(1)[:, None], 1)
+    # Under the tilt, little mass may wrap around from below to the last sums, or from above to the positive ones.
+    steps = np.geomspace((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 7, axis=1)
+    start = np.minimum(((least - log_moments(theta - steps) - _WRAPPED) / steps).max(1, keepdims=True), -scale)
+    last = np.maximum(last, start + ((log_moments(theta + steps) - least + _WRAPPED) / steps).min(1, keepdims=True))
+    extent = np.maximum(last - start, top - low)
+    h = np.clip(width * scale, extent / cells, 2 * extent / cells)
+    return _on_grids(terms, constant, bins, rounds, (low, top), (start, last), h, theta, t_last)
 
 
-def _replaced_on_grid(
-    alpha: float, bins: int, rounds: int, mu: float, term: tuple[float, float], window: tuple[float, float], h: float,
-    theta: float, t_last: float,
-) -> float:  # fmt: skip
-    """The divergence, from tilted masses on a circle of cells that holds the sums in `window`."""
-    low, high = math.floor(term[0] / h), math.ceil(term[1] / h)
-    values = h * np.arange(low, high + 1)
-    z = (math.log(alpha) / 2 + np.arcsinh(values * (math.exp(mu * mu / 2) / (2 * math.sqrt(alpha))))) / mu
-    z[0] = -np.inf  # what lies below is raised
-    (m, m_slack), (p, p_slack), (q, q_slack) = (_cells(z - shift) for shift in (0.0, mu, -mu))
-    left = values[:-1]
-    slack = p_slack + alpha * q_slack + np.abs(left) * m_slack + 16 * _UNIT * (p + alpha * q)
-    up = np.clip((p - alpha * q - left * m + slack) / h, 0.0, m + m_slack)
-    mass = np.zeros(len(values))
-    mass[:-1] += m + m_slack - up
-    mass[1:] += up
-    mass[-1] += float(scipy.special.ndtr(-z[-1]))
-    beyond = float(scipy.special.ndtr(mu - z[-1]))  # at least E[(D - top)_+]
+def _on_grids(
+    terms: _Terms, constant: Array, bins: int, rounds: int, term: tuple[Array, Array], window: tuple[Array, Array],
+    h: Array, theta: Array, t_last: Array,
+) -> Array:  # fmt: skip
+    """The divergences, from tilted masses on circles of cells that hold the sums in `window`.
+
+    All circles have as many cells as the largest needs.
+    """
+    low = np.floor(term[0] / h)
+    cells = (np.ceil(term[1] / h) - low).astype(int)
+    values = h * (low + np.arange(int(cells.max()) + 1))
+    mass, beyond = _spread(terms, values, h, cells)
     with np.errstate(divide="ignore"):
         log_mass = np.log(mass)
-    k = _log_sum(log_mass + theta * values)
-    constant = (bins - rounds) * (1 - alpha)
-    start = math.floor((window[0] - constant) / h)
-    size = scipy.fft.next_fast_len(math.ceil((window[1] - window[0]) / h) + 2, real=True)
-    power, errors = _power(np.exp(log_mass + theta * values - k), rounds, size)
-    c = 3 * _UNIT * math.log2(size)
-    lost = 2 * float((errors + c * np.abs(power)).sum()) / size
+    tilted = log_mass + theta * values
+    k = _log_sum(tilted)
+    start = np.floor((window[0] - constant) / h)
+    needed = max(int(np.ceil((window[1] - window[0]) / h).max()) + 2, values.shape[1])
+    size = scipy.fft.next_fast_len(needed, real=True)
+    power, errors = _power(np.exp(tilted - k), rounds, size)
+    lost = 2 * errors.sum(1, keepdims=True) / size
     sums = np.maximum(scipy.fft.irfft(power, size), 0.0) + lost
-    place = start + (rounds * low + np.arange(size) - start) % size
-    above = h * place + constant
-    positive = above > 0
-    above = above[positive]
-    weights = np.exp(np.minimum(rounds * k + theta * (constant - above), 600.0)) * above
+    place = (rounds * low - start) % size + np.arange(size)
+    place = h * (start + np.where(place < size, place, place - size))
+    above = place + constant + 8 * _UNIT * (np.abs(place) + np.abs(constant))
+    weights = np.exp(np.minimum(rounds * k + theta * (constant - above), 600.0)) * np.maximum(above, 0.0)
     # Sums beyond the window: E[S; S > last] is at most last exp(K(t) - t last) for t >= 1 / last.
     last = h * (start + size) + constant
-    t_last = max(t_last, 1 / last)
-    wrapped = last * math.exp(min(rounds * _log_sum(log_mass + t_last * values) + t_last * (constant - last), 600.0))
-    total = float(sums[positive] @ weights) * (1 + 1e-9 + 1e-12 * rounds) + wrapped
-    return min(1.0, float(total + rounds * beyond) / bins)
+    t = np.maximum(t_last, 1 / last)
+    wrapped = last * np.exp(np.minimum(rounds * _log_sum(log_mass + t * values) + t * (constant - last), 600.0))
+    total = (sums * weights).sum(1, keepdims=True) * (1 + 1e-9 + 1e-12 * rounds) + wrapped
+    return np.asarray(np.minimum(1.0, (total + rounds * beyond) / bins)[:, 0])
 
 
-def _term(z: Array, alpha: float, mu: float) -> Array:
-    """W - alpha W' at z."""
-    return np.asarray(np.exp(mu * z - mu * mu / 2) - alpha * np.exp(-mu * z - mu * mu / 2))
+def _spread(terms: _Terms, values: Array, h: Array, cells: Array) -> tuple[Array, Array]:
+    """The masses of terms on the values, and E[(D - top)_+], both rounded up; row k ends with the value `cells[k]`.
+
+    Each cell is split between its ends with its mean kept. What lies below the first value is raised to it.
+    """
+    alpha, z, left = terms.alpha, terms.where(values), values[:, :-1]
+    z[:, 0] = -np.inf
+    (m, m_slack), (p, p_slack), (q, q_slack) = (
+        _cells(z - shift) if used else (np.zeros(left.shape),) * 2
+        for shift, used in ((0.0, True), (terms.mu, terms.ahead), (-terms.mu, terms.behind))
+    )
+    slack = p_slack + alpha * q_slack + np.abs(left) * m_slack + _PLACES * _UNIT * (p + alpha * q)
+    whole = np.where(np.arange(left.shape[1]) < cells, m + m_slack, 0.0)
+    up = np.clip((terms.mean(p, q) - left * m + slack) / h, 0.0, whole)
+    mass = np.zeros(values.shape)
+    mass[:, :-1] += whole - up
+    mass[:, 1:] += up
+    top, end = np.take_along_axis(values, cells, 1), np.take_along_axis(z, cells, 1)
+    cut, ahead, behind = (scipy.special.ndtr(shift - end) for shift in (0.0, terms.mu, -terms.mu))
+    np.put_along_axis(mass, cells, np.take_along_axis(mass, cells, 1) + cut, 1)
+    rounding = _PLACES * _UNIT * (ahead + alpha * behind + np.abs(top) * cut)
+    return mass, np.maximum(0.0, terms.mean(ahead, behind) - top * cut) + rounding
 
 
-def _log_sum(exponents: Array) -> float:
-    """The logarithm of the sum of exponentials."""
-    top = float(exponents.max())
-    return top + math.log(float(np.exp(exponents - top).sum()))
+def _log_sum(exponents: Array) -> Array:
+    """The logarithm of the sum of exponentials, row by row."""
+    top = exponents.max(-1, keepdims=True)
+    return np.asarray(top + np.log(np.exp(exponents - top).sum(-1, keepdims=True)))

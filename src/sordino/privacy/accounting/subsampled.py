@@ -72,7 +72,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 4  # of the algorithm: cached results of other versions are not read
+VERSION = 5  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
 PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
@@ -82,6 +82,7 @@ _UNIT = 2.0**-52
 # Share of delta. If the bound on the transform's rounding exceeds it, double-double arithmetic is used.
 _ROUNDING_SHARE = 1e-3
 _CUT = 1e-9  # share of delta for the losses beyond the grid
+EPOCH_SPACING = 0.15  # of the losses of an epoch, in standard deviations
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -142,6 +143,33 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
             level = max(min(least, 0.5), 1e-100)
         worst = max(worst, least)
     return min(plain, worst, rare * (1 + 1e-9)) / (1 - _overflow(parts))
+
+
+def suffices(
+    releases: Iterable[SampledGaussian], epsilon: float, delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0
+) -> bool:
+    """Whether all releases together are (epsilon, delta)-DP. Coarse grids, which are bounds too, often say so.
+
+    Args:
+      releases: the sampled releases.
+      epsilon: the epsilon.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+      gaussian_mu: mu of a Gaussian-DP release beside them.
+
+    Returns:
+      Whether it is proved.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
+    parts, mu = _fold(releases, adjacency, gaussian_mu)
+    left = delta * (1 - _overflow(parts))
+    for grid in (200 * EXCESS, 20 * EXCESS) if parts and not _too_far(parts, adjacency) else ():
+        curves = (_curve(parts, mu, way, left, epsilon, grid=grid) for way in _ways(adjacency))
+        if all(_epsilon_at(curve, left) < epsilon * (1 - 1e-3) for curve in curves):
+            return True
+    return _epsilon(parts, delta, adjacency, mu) <= epsilon
 
 
 def scale(
@@ -268,7 +296,9 @@ def _fold(
             whole.append((1 + (adjacency == Adjacency.REPLACE_ONE)) * float(release_mu) * math.sqrt(times))
         else:
             for span, count in _spans(rate, int(times), sampler):
-                key = (float(rate), float(release_mu), sampler, span)
+                # The first minibatch of an epoch by itself is a Poisson sample.
+                key = (float(rate), float(release_mu), Sampler.POISSON, 0)
+                key = (*key[:2], sampler, span) if span != 1 else key
                 parts[key] = parts.get(key, 0) + count
     folded = (SampledGaussian(q, m, parts[q, m, s, span], s, span) for q, m, s, span in sorted(parts))
     return tuple(folded), math.hypot(*whole)
@@ -357,6 +387,7 @@ def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float
     If the result is far from the centre of its grid, or small compared with a cell, the next grid is placed around it.
     If rounding is a visible part of the answer, the next grid is precise.
     """
+    epochs = any(part.span for part in parts)  # moments place a grid badly if a few epochs have rare large losses
     least, placing = math.inf, (math.inf, False)  # centre of the grid (inf: placed at delta), and whether it is precise
     tried: list[tuple[float, bool]] = []
     while placing not in tried and len(tried) < 4:
@@ -369,7 +400,7 @@ def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float
         rounding = float(curve.lost[max(0, int((least - curve.start) / curve.h)) :].sum())
         blurred = rounding > _ROUNDING_SHARE * delta and not precise
         sharp = least >= 100 * curve.h and 0.7 * least < curve.centre < 1.1 * least
-        if not blurred and (sharp or (not precise and least > 0.999 * before)):
+        if not blurred and not (epochs and len(tried) == 1) and (sharp or (not precise and least > 0.999 * before)):
             break
         placing = (least, blurred)
     return least
@@ -399,31 +430,38 @@ def _search(
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
     factor = _limit_guess(parts, mu, adjacency, allowed, most)
-    for grid, close in ((20 * EXCESS, max(tol, 0.02)), (EXCESS, 0.7 * tol)):
-        factor = _bracket(partial(excess, grid), factor, most, close)
+    slow, slope = any(part.span for part in parts), -2.0  # epochs take long, so the search takes a slope's word for it
+    for grid, close in ((20 * EXCESS, max(tol, 0.02)), (EXCESS, (0.9 if slow else 0.7) * tol)):
+        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, trusted=slow)
     step = tol / 5
-    while excess(0.0, factor, False) > 0:
-        factor, step = factor * (1 + step), 2 * step
+    while (more := excess(0.0, factor, False)) > 0:
+        factor, step = factor * (1 + max(step, min(-more / slope, 0.05) if slow else 0.0)), 2 * step
     return factor
 
 
-def _bracket(excess: Callable[[float, bool], float], guess: float, high: float, tol: float) -> float:
-    """A scale without excess, next to one with excess: secants of the excess as a function of log scale."""
+def _bracket(
+    excess: Callable[[float, bool], float], guess: float, high: float, tol: float, slope: float, *, trusted: bool
+) -> tuple[float, float]:
+    """A scale without excess, next to one with excess, and the slope: secants of the excess as a function of log scale.
+
+    If the slope is trusted, a scale that is next to the root by the slope is enough.
+    """
     low, f = 0.0, 1.0
     nearest_two: list[tuple[float, float]] = []
     while high > low * (1 + tol):
         f = excess(guess, abs(f) < 0.3)
         low, high = (guess, high) if f > 0 else (low, guess)
         nearest_two = sorted([*nearest_two, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
-        slope = -2.0
         if len(nearest_two) == 2 and nearest_two[0][0] != nearest_two[1][0]:
             slope = min(-0.2, (nearest_two[1][1] - nearest_two[0][1]) / (nearest_two[1][0] - nearest_two[0][0]))
+        if trusted and tol * slope < f <= 0:
+            break
         # Slightly beyond the root, on the side where the bracket is wide: one more evaluation then closes it.
         root = math.exp(min(max(nearest_two[0][0] - nearest_two[0][1] / slope, -700.0), 700.0))
-        guess = root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
+        guess = root * (1 + 0.5 * tol) if trusted else root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
             guess = math.sqrt(low * high) if low > 0 else high / 2
-    return high
+    return high, slope
 
 
 def _limit_guess(
@@ -620,7 +658,7 @@ def _curve(
     shapes = []
     for part in parts:  # these moments only place the grid, so they need not be bounds
         of_one = (
-            _epoch_moments(_epoch(part, way, n, delta, grid))
+            _epoch_moments(_epoch(parts, part, way, delta, grid))
             if part.span
             else _moments(part.rate, _pair(part, way), reach)
         )
@@ -644,6 +682,11 @@ def _curve(
         a = math.sqrt(variance / 2)
         gap = float(scipy.special.erfcx(theta * a) - scipy.special.erfcx((theta + 1) * a)) / 2
         return k - theta * mean + math.log(max(gap, 1e-300))
+
+    if epsilon is None and any(part.span for part in parts):  # a sum of few epochs is not nearly normal
+        orders = np.geomspace(0.02, 500.0, 40)
+        bounds = [(moments(t)[0] - math.log(delta * (t + 1)) - t * math.log1p(1 / t)) / t for t in orders]
+        epsilon = max(min(bounds), 0.0) or None  # where Rényi divergences would place it
 
     def too_small(theta: float) -> bool:
         return log_delta(theta) > math.log(delta) if epsilon is None else moments(theta)[1] < epsilon
@@ -692,17 +735,20 @@ def _curve(
         start = math.floor(first / h)
         size = scipy.fft.next_fast_len(math.ceil(last / h) - start + 1, real=True)
     last = h * (start + size)
-    laws = [_epoch(part, way, n, delta, grid) if part.span else None for part in parts]
+    laws = [_epoch(parts, part, way, delta, grid) if part.span else None for part in parts]
     return _compose(parts, laws, mu, way, theta, t, h, start, size, reach, last, precise, centre)
 
 
-def _epoch(part: SampledGaussian, way: str, n: int, delta: float, grid: float) -> allocation.Law:
-    """The pair of one epoch; its cells are as fine as the grid's."""
-    share, cells = (0.03, 1 << 17) if way != "replace" else (0.1, 1 << 15)
-    cut = 10.0 ** math.floor(math.log10(1e-4 * delta / n))
-    if grid > EXCESS:
-        share, cells = 4 * share, cells >> 3
-    return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, share, cells)
+def _epoch(
+    parts: Sequence[SampledGaussian], part: SampledGaussian, way: str, delta: float, grid: float
+) -> allocation.Law:
+    """The pair of one epoch. Its losses are as far apart as those of all other epochs, so that all are as blurred."""
+    epochs = [(p.times, allocation.loss_std(round(1 / p.rate), p.span, p.mu, way)) for p in parts if p.span]
+    n = sum(times for times, _ in epochs)
+    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / n)
+    cut = 10.0 ** math.floor(math.log10(1e-3 * delta / n))
+    spacing = EPOCH_SPACING * usual * min((grid / EXCESS) ** 0.4, 8.0)
+    return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, spacing)
 
 
 def _epoch_moments(law: allocation.Law) -> tuple[Array, Array]:
