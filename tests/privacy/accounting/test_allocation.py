@@ -101,7 +101,7 @@ def test_the_first_minibatch_by_itself_is_a_poisson_sample():
 @pytest.mark.parametrize("adjacency", Adjacency)
 @pytest.mark.parametrize(("times", "epsilon", "delta"), [(200, 8.0, 1e-5), (10, 20.0, 1e-10)])
 def test_a_search_takes_few_cells(monkeypatch, tmp_path, adjacency, times, epsilon, delta):
-    """What takes long is the number of cells of all grids; with one grid for all alphas it was a hundred times this."""
+    """The time of a search is in proportion to the number of cells of all its grids."""
     monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
     for cached in (subsampled._epsilon, allocation.law, allocation._profile):
         cached.cache_clear()
