@@ -1,4 +1,7 @@
-"""The clipped sum of a small CNN on a CPU, in our modes and in Opacus's, interleaved. Writes results/deep_cpu.json."""
+"""The clipped sum of a small CNN on a CPU, in our modes and in Opacus's, and the plain gradient, interleaved.
+
+Writes results/deep_cpu.json.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,17 @@ def ours(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor
     return lambda: flat.clipped_sum(theta, shard, CLIP)
 
 
+def plain(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
+    """The gradient without privacy."""
+    copy = clone(net)
+
+    def total() -> Tensor:
+        loss = nn.functional.cross_entropy(copy(x), y, reduction="sum")
+        return torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(copy.parameters()))])
+
+    return total
+
+
 def opacus(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor]:
     sums = ghost(clone(net), x, y, CLIP) if mode == "ghost" else per_example(clone(net), x, y, CLIP, mode)
     return lambda: torch.cat([part.flatten() for part in sums()])
@@ -69,6 +83,7 @@ def main() -> None:
     want = rivals["sordino vmap"]()
     apart = {name: float((f() - want).norm() / want.norm()) for name, f in rivals.items()}
     assert max(apart.values()) < 1e-3, apart
+    rivals["plain"] = plain(net, x, y)
     times: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(arguments.rounds):
         for name, f in rivals.items():
@@ -89,6 +104,7 @@ def main() -> None:
         "auto_over_opacus_hooks": ratio("opacus hooks"),
         "auto_over_fastest_of_opacus": ratio(fastest),
         "fastest_of_opacus": fastest,
+        "auto_over_plain": ratio("plain"),
     }
     console, table = Console(), Table("", "examples/s", "sordino auto is faster by")
     for name, rate in results["examples_per_second"].items():
