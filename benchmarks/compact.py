@@ -4,9 +4,9 @@
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
-Estimation keeps the sum of a prediction, and no medians; subsampling leaves out what was tried; audits keep bounds
-and how near the attack came. Other documents only lose white space and digits. What is dropped is made again by the
-command in the document.
+Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried;
+audits keep bounds and how near the attack came. Other documents only lose white space and digits. What is dropped is
+made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -48,9 +48,15 @@ def table(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def digits(cell: dict[str, Any], key: str) -> Any:
-    """Accuracies in percent to 0.01; other measures as they are."""
-    plain = key in ("ours", "std") and "digits" not in cell
-    return round(cell[key], 2) if plain else cell[key]
+    """Accuracies in percent to 0.01, unless a page, which shows 0.1, would then differ; other measures as they are."""
+    if key not in ("ours", "std") or "digits" in cell:
+        return cell[key]
+
+    def shown(value: float) -> tuple[str, str]:
+        return f"{value:.1f}", f"{round(value - (cell.get('published') or 0.0), 4):.1f}"
+
+    short = round(cell[key], 2)
+    return short if shown(short) == shown(cell[key]) else cell[key]
 
 
 def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -64,7 +70,10 @@ def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def estimation(document: dict[str, Any]) -> dict[str, Any]:
-    points = [{key: value for key, value in point.items() if key not in UNSHOWN} for point in document["points"]]
+    points = [
+        {key: value for key, value in point.items() if key not in UNSHOWN and value is not None}
+        for point in document["points"]
+    ]
     points = [
         {**point, "predicted": {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}}
         if "predicted" in point

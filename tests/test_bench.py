@@ -181,3 +181,11 @@ def test_make_bench_fails_where_either_part_fails():
         text = text.replace("$(BIN)/python benchmarks/many.py", f"(exit {second})").replace("$(ACCEPT)", "")
         lines = [line for line in text.replace("$$", "$").splitlines() if not line.strip().startswith("#")]
         assert subprocess.run(["sh", "-c", "\n".join(lines)], check=False).returncode == status
+
+
+def test_compacting_a_table_changes_no_figure_that_pages_show():
+    digits = loaded("compact").digits
+    assert digits({"ours": 36.6449, "published": 30.0}, "ours") == 36.64
+    assert digits({"ours": 36.7499}, "ours") == 36.7499, "36.75 is shown as 36.8"
+    assert digits({"ours": 84.4522, "published": 82.4}, "ours") == 84.4522, "the difference would be 2.0, and is 2.1"
+    assert digits({"ours": 0.12345, "digits": 3}, "ours") == 0.12345
