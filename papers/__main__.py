@@ -44,6 +44,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--seeds", type=int, metavar="N", help="partitions and noises (default: the table's)")
     parser.add_argument("--epsilons", metavar="A,B,…", help="budgets; inf is without noise (default: the table's)")
     parser.add_argument("--clients", metavar="A,B,…", help="of tables that vary them (default: all of the table's)")
+    parser.add_argument(
+        "--methods", metavar="A,B,…", help="of the tables of DP-FedNew, in all variants (default: all of the table's)"
+    )
     parser.add_argument("--settings", metavar="FILE", help="of an earlier search (default: the table's)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
@@ -72,6 +75,8 @@ def act(arguments: argparse.Namespace) -> int:
     epsilons = tuple(budgets(arguments.epsilons)) if arguments.epsilons else None
     clients = _clients(arguments.clients) if arguments.clients else None
     chosen = known[arguments.table]
+    if arguments.methods and not chosen.name.startswith("fednew-"):
+        raise SordinoError(f"--methods: {chosen.name} takes none; only the tables of DP-FedNew do.")
     if chosen.where(arguments.data_dir) is None:
         missing = f"missing data: {chosen.name} needs {chosen.needs}, {chosen.source}. Name its folder by --data-dir."
         if not emit(arguments, {"table": chosen.name, "missing": missing}):
@@ -87,6 +92,7 @@ def act(arguments: argparse.Namespace) -> int:
             arguments.device,
             arguments.settings,
             tick,
+            methods=tuple(arguments.methods.split(",")) if arguments.methods else None,
         )
         document = tables.document(request, _command(arguments))
     written = tables.write(document, Path(arguments.out))
@@ -134,7 +140,7 @@ def _command(arguments: argparse.Namespace) -> str:
     """The command, without the path of the data on this machine."""
     command = ["python", "-m", "papers", arguments.table]
     command += ["--data-dir", "DIR"] if arguments.data_dir else []
-    for flag in ("seeds", "epsilons", "clients", "settings"):
+    for flag in ("seeds", "epsilons", "clients", "methods", "settings"):
         if (value := getattr(arguments, flag)) is not None:
             command += [f"--{flag}", shlex.quote(str(value))]
     return " ".join(command + (["--device", arguments.device] if arguments.device != "cpu" else []))

@@ -188,6 +188,15 @@ def _of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
     return counts
 
 
+def _of_methods(request: TableRequest, who: Sequence[Rival]) -> list[Rival]:
+    """The rivals of the requested methods, in all their variants."""
+    known = list(dict.fromkeys(each.method for each in who))
+    for name in request.methods or ():
+        if name not in known:
+            raise SordinoError(f"methods: {name}, but the table has {', '.join(known)}; choose from these.")
+    return [each for each in who if each.method in (request.methods or known)]
+
+
 def _users(request: TableRequest) -> int:
     """Clients at client level; few where rounds are shortened, because they are served one by one."""
     return USERS if request.rounds is None else FEW_USERS
@@ -238,6 +247,7 @@ def comparison(
     data, own_data = source or request.source, partition == "by-site"
     units = [unit for unit in units if _budgets(request, unit)]
     clients = _of_table(request, clients)
+    who = [each for each in _of_methods(request, who) if each.trust == SUMS or LIVES_AT in clients]
     tuning = settle(request, who, units, data, partition)
     settings = chosen(tuning)
     rows = published(of) if of else []
@@ -281,11 +291,10 @@ def _printed_figure(
 def damping(request: TableRequest) -> TableResult:
     """Tables 6 and 12 have no body: alpha and rho at epsilon 1, all else 1, with duals and without."""
     wants = []
-    for duals in (True, False):
+    for each in _of_methods(request, newton("dp-fednew", "DP-FedNew")[:2]):
         for n in _of_table(request, (100, 500)):
             for alpha in (0.01, 0.1, 1.0):
                 for rho in (0.01, 0.1, 1.0, 10.0, 100.0):
-                    each = Rival("dp-fednew", "DP-FedNew", SUMS, duals)
                     options = {"alpha": alpha, "rho": rho, "lr": 1.0, "clip": 1.0, "limit": 1.0, "curvature_clip": 1.0}
                     base = {**_base(request.dataset, "iid", n), "data": request.source, "solver": "cg"}
                     labels = {"method": each.label, "n": n, "alpha": alpha, "rho": rho}
@@ -305,6 +314,11 @@ FASHION = (
     "fashion_mnist_resnet44.npz",
     "features of Fashion-MNIST by a ResNet-44 that was trained on CIFAR-100 (sordino features --data fashion-mnist "
     "--network resnet44 --weights FILE --out fashion_mnist_resnet44.npz)",
+)
+CIFAR = (
+    "cifar10_resnet44.npz",
+    "features of CIFAR-10 by a ResNet-44 that was trained on CIFAR-100 (sordino features --data cifar10 "
+    "--network resnet44 --weights FILE --out cifar10_resnet44.npz)",
 )
 SYNTHETIC = "synthetic(5,5,clients={clients},records=50000,spread=0)"
 
@@ -347,6 +361,12 @@ TABLES = (
         "Fashion-MNIST, 64 x 10, IID (its table 4, which has no body)",
         partial(comparison, who=EVERYONE, clients=(100, 500, 1000)),
         *FASHION,
+    ),
+    PaperTable(
+        "fednew-cifar",
+        "CIFAR-10, 64 x 10, IID (its figures 1a and 9a, whose curves are not printed as figures)",
+        partial(comparison, who=EVERYONE, clients=(100, 500), units=("record",)),
+        *CIFAR,
     ),
     PaperTable("fednew-alpha-rho", "alpha and rho of DP-FedNew, Fashion-MNIST (its table 6)", damping, *FASHION),
 )

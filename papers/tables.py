@@ -97,6 +97,7 @@ class TableRequest:
     tick: Tick = lambda runs: None
     rounds: int | None = None  # of every run; the table's own
     most_settings: int | None = None  # of a grid that are tried; all
+    methods: tuple[str, ...] | None = None  # of the tables of DP-FedNew; all
 
     @cached_property
     def source(self) -> str:

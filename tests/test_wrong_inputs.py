@@ -239,6 +239,8 @@ def test_a_module_that_does_not_give_one_tensor(wrap, why):
         (["papers", "fednew-synthetic", "--epsilons", "-1"], "epsilon: -1.0 must lie in (0, 10000]"),
         (["papers", "fednew-synthetic", "--clients", "inf"], "--clients: 'inf' must be integers"),
         (["papers", "fednew-synthetic", "--clients", "7"], "clients: 7, but the table has 100, 500"),
+        (["papers", "fednew-synthetic", "--methods", "sgd"], "methods: sgd, but the table has dp-fedgd, dp-fedfc"),
+        (["papers", "sofim-3", "--methods", "dp-fedgd"], "--methods: sofim-3 takes none; only the tables of DP-FedNew"),
         (["federate", "up", "--set", "clip=x"], "clip: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
         (["federate", "up", "--dropouts", "5"], "dropouts: 5 must lie in [0, 2]"),

@@ -66,7 +66,7 @@ def test_every_published_table_loads_whole():
 def test_every_table_has_a_preset():
     names = set(catalog.tables())
     assert {f"sofim-{k}" for k in range(3, 17)} <= names
-    assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "alpha-rho")} <= names
+    assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "cifar", "alpha-rho")} <= names
     for table in catalog.tables().values():
         assert (table.needs is None) == (table.source == "")
 
@@ -250,6 +250,13 @@ def test_presets_run_on_stand_ins_for_two_rounds():
     rows = smoked("sofim-3", "sofim-12")
     assert [row["outcome"] for row in rows] == ["ran", "ran"]
     assert all(row["runs"] >= row["lines"] > 0 for row in rows)
+
+
+def test_methods_limit_a_table_of_dp_fednew_to_their_variants():
+    who = fednew._of_methods(tables.TableRequest(None, methods=("dp-fedfc", "dp-fednew-fc")), fednew.EVERYONE)
+    assert {each.method for each in who} == {"dp-fedfc", "dp-fednew-fc"}
+    assert len(who) == 4
+    assert fednew._of_methods(tables.TableRequest(None), fednew.EVERYONE) == list(fednew.EVERYONE)
 
 
 def test_a_preset_that_fails_is_a_row_and_not_a_traceback(monkeypatch):
