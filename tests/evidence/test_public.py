@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from sordino.training.spec import RUN_KEYS
 from tests.support import language
 
 COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
+ADADPS = ["--method", "dp-adadps"]
 TABLE = ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"]
 RUNS = {
     "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
@@ -27,6 +29,8 @@ RUNS = {
     "long stream": [*TABLE, "--method", "dp-ftrl", "--set", "mechanism=inverse-root"],
     "secure": ["--data", "FILE", "--label", "label", "--partition", "iid", "--trust", "secure-aggregation"],
     "statistics": ["--data", "FILE", "--label", "label", "--partition", "iid", "--public-stats", "STATS"],
+    "side": ["--data", "FILE", "--label", "label", "--partition", "iid", "--set", "public=STATS", *ADADPS],
+    "counts": ["--data", "FILE", "--label", "label", "--partition", "counts:SPLIT", "--set", "uncertified=true"],
     "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
@@ -77,6 +81,7 @@ def files(tmp_path_factory):
         (place / f"{name}.toml").write_text(text)
     (place / "numbers.csv").write_text("\n".join(["a,time,died,n", *lines]) + "\n")
     np.savez(place / "stats.npz", mean=np.zeros(3), cov=np.eye(3))
+    (place / "split.csv").write_text("client,class_0,class_1\n0,60,70\n1,80,50\n")
     if TEXTS:
         (place / "gpt2").mkdir()
         language.gpt2(place / "gpt2")
@@ -95,7 +100,8 @@ def done(files, tmp_path_factory):
         known |= {"SCHEMA": str(files / "schema.toml"), "COUNT": str(files / "numbers.csv")}
         known |= {"TIME": str(files / "numbers.csv"), "COUNTS": str(files / "counts.toml")}
         known |= {"TEXT": str(files / "answers.csv"), "weights=FOLDER": f"weights={files / 'gpt2'}"}
-        known["TIMES"] = str(files / "times.toml")
+        known |= {"TIMES": str(files / "times.toml"), "public=STATS": f"public={files / 'stats.npz'}"}
+        known["counts:SPLIT"] = f"counts:{files / 'split.csv'}"
         known |= {"SCHEMA": str(files / "found.toml")} if name == "found" else {}
         words = [known.get(word, word) for word in words]
         method = [] if "--method" in words else ["--method", "dp-fedgd"]
@@ -164,6 +170,27 @@ def test_exact_functions_of_private_data_are_not_told(done, name, files):
         assert "schedule_seed" not in document["spec"]
     key = (out / "private" / "run.key").read_text().split('"')
     assert not any(secret in text for secret in (key[1], key[3]))
+
+
+@pytest.mark.parametrize("name", list(RUNS))
+def test_no_public_file_names_a_folder_of_this_machine(done, files, name):
+    out, document = done[name]
+    published = [path for path in (out / "public").rglob("*") if path.is_file()]
+    text = "".join(path.read_bytes().decode("latin-1") for path in published) + json.dumps({**document, "out": ""})
+    assert str(files.parent) not in text
+    secret = out / "private" / "secret.toml"
+    assert secret.is_file() is any(word.isupper() or word.endswith(("=STATS", ":SPLIT")) for word in RUNS[name])
+    for part in re.findall(r'"(.*)"', secret.read_text() if secret.is_file() else ""):
+        assert Path(part.removeprefix("counts:")).exists()
+
+
+def test_runs_whose_paths_are_private_are_verified_with_and_without_them(done, tmp_path, capsys):
+    for name in ("side", "counts", *(["text"] if TEXTS else [])):
+        out, _ = done[name]
+        shutil.copytree(out / "public", tmp_path / name)
+        for place in (out, tmp_path / name):
+            assert main(["verify", str(place)]) == (0 if name != "counts" else 1), capsys.readouterr()
+            assert "no plan follows" not in capsys.readouterr().out
 
 
 def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatch):

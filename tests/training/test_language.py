@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -112,6 +113,26 @@ def test_predict_writes_after_a_prompt_a_line_and_a_column(done, table, folder, 
         trained.predict_proba(table)
 
 
+def test_the_folder_of_weights_is_private_and_named_again_where_only_public_files_are(done, folder, tmp_path, capsys):
+    assert run.reopen(done).model_options["weights"] == str(folder)
+    assert main(["run", "--resume", str(done)]) == 0
+    copy, other = tmp_path / "copy", tmp_path / "other"
+    shutil.copytree(done / "public", copy)
+    with pytest.raises(SordinoError, match=f"weights: the model was trained from '{folder.name}', whose folder is not"):
+        load_run(copy)
+    want = load_run(done).generate(["the film"], most=3)
+    assert load_run(copy, weights=folder).generate(["the film"], most=3) == want
+    capsys.readouterr()
+    assert main(["predict", str(copy), "--prompt", "the film", "--most", "3", "--weights", str(folder)]) == 0
+    assert want[0] in capsys.readouterr().out
+    shutil.copytree(folder, other)
+    (other / "config.json").write_text((other / "config.json").read_text() + "\n")
+    with pytest.raises(SordinoError, match="weights: the model was trained from other files than those of"):
+        load_run(copy, weights=other)
+    with pytest.raises(SordinoError, match="weights: there is no"):
+        load_run(done, weights=tmp_path / "none")
+
+
 def test_new_tables_are_encoded_as_those_of_training(done, folder, table):
     prepared = run.prepare(spec(folder, table, prompt="question"))
     rows = load_run(done).encode(table)
@@ -177,8 +198,9 @@ def test_what_is_not_served_is_refused(done, table, tmp_path, capsys):
         private_evaluation.prepare(done, table, epsilon=1)
     assert main(["predict", str(done)]) == 2
     assert "name a file of records, or write --prompt" in capsys.readouterr().err
-    with pytest.raises(SordinoError, match="model: causal-lora needs a folder of weights, which a federation"):
-        federated({"model": "causal-lora"})
+    for name in ("causal-lora", "sequence-lora"):
+        with pytest.raises(SordinoError, match=f"model: {name} needs a folder of weights, which a federation"):
+            federated({"model": name})
     with pytest.raises(SordinoError, match="prompt: the spec of a federation must not set it"):
         federated({"prompt": "question"})
 

@@ -173,6 +173,11 @@ def test_public_files_name_no_folder_of_this_machine(place):
     assert f'data = "{place / "patients.csv"}"' in (run / "private" / "secret.toml").read_text()
 
 
+def test_a_model_without_a_folder_of_weights_takes_none(place, tmp_path):
+    with pytest.raises(SordinoError, match="weights: the model was trained without a folder of weights"):
+        sordino.load_run(place / "run", weights=tmp_path)
+
+
 def test_a_model_without_a_certificate_is_told(place, tmp_path, capsys):
     import shutil
 

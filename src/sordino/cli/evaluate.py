@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, check_out, command, console, emit, facts
+from sordino.cli.show import add_json, add_weights, check_json, check_out, command, console, emit, facts
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 
@@ -64,6 +64,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--sign-with", metavar="KEYFILE", help="sign the certificate with this identity.key (default: a fresh key)"
     )
+    add_weights(parser)
     add_json(parser)
 
 
@@ -79,7 +80,7 @@ def act(arguments: argparse.Namespace) -> int:
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     names = [name for _, name, *_ in (*NUMBERS, *WORDS)]
     options = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    prepared = private_evaluation.prepare(arguments.model, arguments.data, **options)
+    prepared = private_evaluation.prepare(arguments.model, arguments.data, weights=arguments.weights, **options)
     if trained_on(Path(arguments.model), arguments.data):
         print(
             f"WARNING: the run was trained on '{arguments.data}', so most of these records are no test: scores are too "

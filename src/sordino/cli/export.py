@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sordino.cli.show import command, console, facts
+from sordino.cli.show import add_weights, command, console, facts
 
 
 def add(commands: Any) -> None:
@@ -17,6 +17,7 @@ def add(commands: Any) -> None:
         "sordino export runs/mine --to coefficients\nsordino export runs/mine --to onnx --out risk.onnx",
     )
     parser.add_argument("model", metavar="RUN", help="a run's directory, its public/, or a model.safetensors")
+    add_weights(parser)
     parser.add_argument("--to", required=True, metavar="FORMAT", help="coefficients, torch, sklearn or onnx")
     parser.add_argument(
         "--out",
@@ -30,7 +31,7 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.training.intervals import told
     from sordino.training.predict import load_run
 
-    run = load_run(arguments.model)
+    run = load_run(arguments.model, weights=arguments.weights)
     written = export(run, arguments.to, arguments.out)
     rows = run.about.get("intervals")
     facts(

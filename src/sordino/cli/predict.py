@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from sordino import files
-from sordino.cli.show import add_json, check_json, command, emit, facts
+from sordino.cli.show import add_json, add_weights, check_json, command, emit, facts
 from sordino.errors import SordinoError
 
 
@@ -35,6 +35,7 @@ def add(commands: Any) -> None:
         "--temperature", type=float, metavar="X", help="of causal-lora: above 0 tokens are drawn (default: 0)"
     )
     parser.add_argument("--seed", type=int, metavar="S", help="of causal-lora: seed of the draws (default: 0)")
+    add_weights(parser)
     parser.add_argument("--out", metavar="FILE", help="write the table to this CSV file, which must not exist")
     add_json(parser)
 
@@ -77,7 +78,7 @@ def _predictions(arguments: argparse.Namespace) -> Any:
     """Labels and probabilities, or what a causal language model writes."""
     from sordino.training.predict import Predictions, load_run
 
-    run = load_run(arguments.model)
+    run = load_run(arguments.model, weights=arguments.weights)
     how = {key: getattr(arguments, key) for key in ("most", "temperature", "seed")}
     how = {key: value for key, value in how.items() if value is not None}
     if run.writes:

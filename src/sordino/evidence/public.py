@@ -148,12 +148,13 @@ SPEC: Mapping[str, str] = {
     **dict.fromkeys(("label", "text", "prompt", "schema", "person"), NAMES_ARE_PUBLIC),
     **dict.fromkeys(
         ("data", "data_dir", "public_stats"),
-        "The name of a file, which is declared public; its folder is in private/secret.toml.",
+        "The name of a file or folder, which is declared public; its whole path is in private/secret.toml.",
     ),
     "client_epsilon.*": SETTING,
     "seed": "Of an experiment; the run is then not certified.",
     "schedule_seed": "Who takes part is public. Where it is secret, the seed is in private/secret.toml instead.",
-    "(option)": "An option of the method or of the model: a setting, or the name of a public file.",
+    "(option)": "An option of the method or of the model: a setting, or the name of a public file or folder, whose "
+    "whole path is in private/secret.toml.",
 }
 MODEL: Mapping[str, str] = {
     "theta": FROM_RELEASES,
@@ -178,7 +179,9 @@ MODEL: Mapping[str, str] = {
     "sordino.method": SETTING,
     "sordino.model.seed": "Of the first parameters: a setting.",
     "sordino.model.bfloat16": SETTING,
-    "sordino.model.options": SETTING,
+    "sordino.model.options": "Settings, and names of public files and folders, whose whole paths are in "
+    "private/secret.toml.",
+    "sordino.model.weights_sha256": "Hash of a folder of public weights. Null where there is none.",
 }
 FILES: Mapping[str, Mapping[str, str]] = {
     "certificate.json": CERTIFICATE,
@@ -468,9 +471,9 @@ HEAD = """# The files of a run
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (whole paths of files, and the seed of a secret schedule), `shared_ledger.json` (where the ledger of
-  several runs lies), `audit.json` and `audit.png` (what `sordino audit OUT` found with the records themselves), `lock`.
-  Only its owner can read it, and some runs lack some of these.
+  `secret.toml` (whole paths of files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the
+  ledger of several runs lies), `audit.json` and `audit.png` (what `sordino audit OUT` found with the records
+  themselves), `lock`. Only its owner can read it, and some runs lack some of these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the

@@ -161,7 +161,8 @@ def sha256(path: Path) -> str:
     """The hash of a file, or of the names and contents of all files in a folder."""
     if path.is_dir():
         return _listing(path, [each for each in path.rglob("*") if each.is_file()])
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @cache

@@ -94,7 +94,7 @@ def federated(values: Mapping[str, Any]) -> Spec:
             other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
     spec = Spec.of(values)
-    if registry.entry(spec.model).causal:
+    if registry.entry(spec.model).needs_weights:
         raise SordinoError(
             f"model: {spec.model} needs a folder of weights, which a federation does not send; train it with sordino "
             "run, or use another model."

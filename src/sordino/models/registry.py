@@ -49,6 +49,7 @@ class ModelEntry:
     shared_batch: bool = False  # whether several runs may train side by side
     adapters: bool = False  # it trains adapters, which are written in PEFT's format too
     causal: bool = False  # it learns the text itself, token by token: records have no labels
+    needs_weights: bool = False  # it is whatever model a folder of weights holds
 
     @cached_property
     def options(self) -> dict[str, Declared]:
@@ -393,6 +394,7 @@ for _name, _kind in TRANSFORMERS.items():
             "text" if _kind.text else "image",
             shared_batch=True,
             adapters=True,
+            needs_weights=not _kind.sizes,
         ),
     )
 
@@ -426,6 +428,7 @@ register(
         "text",
         adapters=True,
         causal=True,
+        needs_weights=True,
     ),
 )
 

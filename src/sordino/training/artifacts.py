@@ -18,6 +18,7 @@ from sordino import files
 from sordino.core import Tree
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
+from sordino.evidence.signing import sha256
 from sordino.lazy import Tensor, torch
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
@@ -120,6 +121,7 @@ def save_model(
         mean, cov = dataset.public
         tensors |= {"public_mean": torch.from_numpy(mean), "public_cov": torch.from_numpy(cov)}
     choice = resolved.model
+    weights = choice.options.get("weights")
     about = {
         "kind": str(getattr(model, "kind", choice.name)) if choice.name == "auto" else choice.name,
         "spec": dataclasses.replace(resolved.portable, seed=None, schedule_seed=None).toml(),  # not who took part
@@ -135,7 +137,8 @@ def save_model(
         "model": {
             "seed": choice.seed,
             "bfloat16": choice.bfloat16,
-            "options": json.dumps(dict(choice.options)),
+            "options": json.dumps(choice.portable),
+            "weights_sha256": sha256(Path(weights)) if weights else None,
         },
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
@@ -145,8 +148,16 @@ def save_model(
         lora.save_peft(path.with_name("adapter"), model, theta)
 
 
-def load_model(path: Path) -> SavedModel:
-    """Read a model.safetensors that `save_model` wrote."""
+def load_model(path: Path, weights: str | Path | None = None) -> SavedModel:
+    """Read a model.safetensors that `save_model` wrote.
+
+    Args:
+      path: the file.
+      weights: the folder of weights that the model was trained from. By default the run's private part names it.
+
+    Raises:
+      SordinoError: the file holds no model, or the weights are not at hand, or they are other ones.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -159,9 +170,35 @@ def load_model(path: Path) -> SavedModel:
         options = json.loads(choice["options"])
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
+    private = RunFolder.find(path).secret()
+    options |= {key: private[key] for key in options if key in private}
+    if options.get("weights") or weights is not None:
+        options["weights"] = _weights(options.get("weights"), weights, choice.get("weights_sha256"))
+        choice["options"] = json.dumps(options)
     autocast = torch.bfloat16 if choice["bfloat16"] else None
     model = registry.build(
         about["kind"], about["features"], len(about["classes"]), seed=choice["seed"], autocast=autocast, **options
     )
     public = (tensors["public_mean"].numpy(), tensors["public_cov"].numpy()) if "public_mean" in tensors else None
     return SavedModel(model, tensors["theta"], about, public)
+
+
+def _weights(known: str | None, given: str | Path | None, expected: str | None) -> str:
+    """The folder of weights that a model was trained from.
+
+    Args:
+      known: its name, or its whole path where the run's private part is at hand; None if there was none.
+      given: the folder that the user names.
+      expected: the hash of its files; None in files of before.
+    """
+    if known is None:
+        raise SordinoError("weights: the model was trained without a folder of weights; leave it out.")
+    remedy = "name it by --weights FOLDER, or load_run(run, weights=FOLDER)"
+    path = Path(known if given is None else given).expanduser()
+    if given is None and not path.is_absolute():
+        raise SordinoError(f"weights: the model was trained from '{known}', whose folder is not public; {remedy}.")
+    if not path.exists():
+        raise SordinoError(f"weights: there is no '{path}', and the model was trained from such weights; {remedy}.")
+    if expected is not None and sha256(path) != expected:
+        raise SordinoError(f"weights: the model was trained from other files than those of '{path}'; {remedy}.")
+    return str(path.resolve())

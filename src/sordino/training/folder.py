@@ -156,11 +156,16 @@ class RunFolder(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The keys of the run's spec: public/spec.toml, with private/secret.toml where that is at hand. The schema is
         the copy beside it, so that a run is resumed and verified wherever its folder lies."""
-        secret = self.private / "secret.toml"
-        values = read_toml(self.public / "spec.toml") | (read_toml(secret) if secret.is_file() else {})
+        values = read_toml(self.public / "spec.toml") | self.secret()
         if "schema" in values:
             values["schema"] = str((self.public / SCHEMA).absolute())
         return values
+
+    def secret(self) -> dict[str, Any]:
+        """The keys of the spec that stay private: whole paths, and the seed of a secret schedule. Empty where
+        private/secret.toml is not at hand."""
+        secret = self.private / "secret.toml"
+        return read_toml(secret) if secret.is_file() else {}
 
     def write_private(self, name: str, text: str) -> None:
         """Write a new private file."""

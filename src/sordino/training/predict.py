@@ -251,7 +251,7 @@ class LoadedRun:
         )
 
 
-def load_run(path: str | Path) -> LoadedRun:
+def load_run(path: str | Path, *, weights: str | Path | None = None) -> LoadedRun:
     """Read the model of a finished run, with its schema and its certificate.
 
     The model is compared with the certificate beside it: another model than the certified one is refused. The name is
@@ -259,12 +259,14 @@ def load_run(path: str | Path) -> LoadedRun:
 
     Args:
       path: the directory of a run, its public/, or a model.safetensors.
+      weights: of a transformer, the folder that it was trained from; by default the path in the run's private part.
 
     Returns:
       The model, with `predict`, `predict_proba`, `schema`, `certificate`, `model`, `theta`, `features` and `classes`.
 
     Raises:
-      SordinoError: there is no model, it is not the one that the certificate names, or the signature does not hold.
+      SordinoError: there is no model, it is not the one that the certificate names, the signature does not hold, or
+        the folder of weights is not at hand or is another one.
 
     Example:
       >>> import sordino
@@ -281,7 +283,7 @@ def load_run(path: str | Path) -> LoadedRun:
     path = Path(path)
     path = RunFolder.find(path).named(path, "model.safetensors")
     cert = check_model(path)
-    model, theta, about, public = load_model(path)
+    model, theta, about, public = load_model(path, weights)
     schema = Schema.of(about["schema"]) if about.get("schema") else None
     return LoadedRun(
         model=model,

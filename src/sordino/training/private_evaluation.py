@@ -85,6 +85,7 @@ def prepare(
     person_ids: str = "global",
     person_choice: str = "first",
     seed: int | None = None,
+    weights: str | Path | None = None,
 ) -> PreparedEvaluation:
     """Read a model and labelled test records, and calibrate the noise of their evaluation.
 
@@ -107,11 +108,12 @@ def prepare(
       person_ids: `global`, or `per-client`: equal ids at two clients are two persons.
       person_choice: which records are used of a person with more: the `first`, or `random` ones.
       seed: reproducible noise, for experiments; the result is not private.
+      weights: of a transformer, the folder that it was trained from; by default the path in the run's private part.
 
     Raises:
       SordinoError: the model, the data or an argument does not fit.
     """
-    run = load_run(model)
+    run = load_run(model, weights=weights)
     if not 0.5 < confidence < 1:
         raise SordinoError(f"confidence: {confidence} must lie between 0.5 and 1; 0.95 is usual.")
     task = task_of(run.model)
@@ -155,7 +157,7 @@ def prepare(
     unit = 1.0 if run.schema is None else run.schema.unit
     settings = Settings(task, bins, threshold, privacy, confidence, unit, intervals)
     path = Path(model)
-    weights = RunFolder.find(path).named(path, "model.safetensors")
+    file = RunFolder.find(path).named(path, "model.safetensors")
     return PreparedEvaluation(
         run=run,
         records=records,
@@ -163,7 +165,7 @@ def prepare(
         plan=plan_of(settings, records.sizes),
         source=noise,
         names=names,
-        model_sha256=sha256(weights),
+        model_sha256=sha256(file),
         data=str(data),
     )
 
@@ -246,7 +248,7 @@ def evaluate_privately(model: str | Path, data: str | Path, out: str | Path, **o
       data: labelled test records, which training did not use.
       out: a new folder.
       options: epsilon (required), delta, trust, adjacency, bins, threshold, confidence, label, client, person,
-        person_records, person_clients, person_ids, person_choice, seed.
+        person_records, person_clients, person_ids, person_choice, seed, weights.
 
     Returns:
       The metrics: accuracy, AUC, calibration and Brier score, each with an interval. Beside them `certified`, `reasons`

@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # these need torch, or are needed only where data are read
 
 MOST_UNCERTAIN = 300  # features whose Hessian is released
 MOST_COVARIANCE = 1500  # features that a schema may make of columns for methods that release a covariance
+PATHS = ("data", "data_dir", "public_stats", "partition")  # keys of a run that may hold paths; beside them, options
 CALIBRATE, LEAST_CALIBRATED_ROUNDS = 0.1, 20  # of mu squared, for `auto` on a table of classes; in shorter runs none
 
 
@@ -94,6 +95,11 @@ class ModelChoice(NamedTuple):
     options: Mapping[str, Any]
     seed: int  # of the first parameters; public
     bfloat16: bool  # in the forward and backward passes of a transformer
+
+    @property
+    def portable(self) -> dict[str, Any]:
+        """Its options as public files hold them: the names of files and folders, without their paths."""
+        return _portable(self.options)
 
     @property
     def autocast(self) -> torch.dtype | None:
@@ -526,8 +532,9 @@ class ResolvedSpec:
         """Why nothing can be certified of this partition of these data; empty where something can."""
         if self.source.open or not self.partition.reads_labels:
             return []
+        name = _without_folders(self.source.name)
         return [
-            f"partition {self.partition.law} reads the labels of '{self.source.name}', so that the clients' sizes "
+            f"partition {self.partition.law} reads the labels of '{name}', so that the clients' sizes "
             "depend on its records, where the guarantee takes them as public and fixed"
         ]
 
@@ -542,14 +549,15 @@ class ResolvedSpec:
     @property
     def portable(self) -> Spec:
         """The spec as a run's public files hold it: its schema lies beside it, and files have no folders."""
-        changes: dict[str, Any] = {key: Path(path).name for key, path in self._paths.items()}
+        changes: dict[str, Any] = {key: _without_folders(getattr(self.spec, key)) for key in PATHS}
+        changes |= {part: _portable(getattr(self.spec, part)) for part in ("options", "model_options")}
         return dataclasses.replace(self.spec, **changes | ({} if self.spec.schema is None else {"schema": SCHEMA}))
 
     @property
     def _paths(self) -> dict[str, str]:
-        """Whole paths of the spec. They stay private, because folders may name users and shares."""
-        given = {key: getattr(self.spec, key) for key in ("data", "public_stats", "data_dir")}
-        return {key: path for key, path in given.items() if path and Path(path).is_absolute()}
+        """Whole paths of the spec and of its options. They stay private, because folders may name users and shares."""
+        given = {key: getattr(self.spec, key) for key in PATHS} | self.spec.options | self.spec.model_options
+        return {key: path for key, path in given.items() if path != _without_folders(path)}
 
     def published(self, plan: Plan) -> tuple[str, str]:
         """(content of spec.toml, content of private/secret.toml).
@@ -639,10 +647,11 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     model_options |= spec.model_options
     weights = model_options.get("weights")
     if weights:
-        model_options["weights"] = str(Path(weights).resolve())
+        weights = model_options["weights"] = str(Path(weights).expanduser().resolve())
     written = dataclasses.replace(
         spec,
         data=_whole_path(spec.data),
+        data_dir=spec.data_dir and str(Path(spec.data_dir).expanduser().resolve()),
         schema=spec.schema and _whole_path(spec.schema),
         public_stats=spec.public_stats and _whole_path(spec.public_stats),
         partition=partition_text,
@@ -797,7 +806,25 @@ def _benchmark(data: str) -> bool:
 
 def _whole_path(name: str) -> str:
     """A file's whole path, so that a run resumes from any directory; other sources as they are."""
-    return str(Path(name).resolve()) if Path(name).is_file() else name
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.is_file() else name
+
+
+def _portable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as public files hold them."""
+    return {key: _without_folders(value) for key, value in options.items()}
+
+
+def _without_folders(value: Any) -> Any:
+    """Of a text that is a whole path, or has one after a colon, the last name alone; anything else as it is.
+
+    >>> _without_folders("/home/a/b.csv"), _without_folders("counts:/home/a/b.csv"), _without_folders("dirichlet:0.5")
+    ('b.csv', 'counts:b.csv', 'dirichlet:0.5')
+    """
+    if not isinstance(value, str):
+        return value
+    before, colon, path = ("", "", value) if Path(value).is_absolute() else value.partition(":")
+    return f"{before}{colon}{Path(path).name}" if Path(path).is_absolute() else value
 
 
 def _client_epsilon(spec: Spec) -> dict[int, float]:

@@ -154,6 +154,10 @@ def _against_spec(
         return
     try:
         resolved = _read_spec(folder, verdict.gaps, cert)
+        if (public := resolved.options.get("public")) and not Path(str(public)).is_file():
+            name = Path(str(public)).name
+            verdict.gaps.append(f"the plan of spec.toml, which reads the file '{name}' (public), and that is not here")
+            return
         sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
         rebuilt = certificate(
             resolved.plan(sizes, messages=partial(_messages, cert)),
