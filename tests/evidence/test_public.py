@@ -19,13 +19,14 @@ from tests.support import language
 COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
 ADADPS = ["--method", "dp-adadps"]
 TABLE = ["--data", "FILE", "--schema", "SCHEMA", "--partition", "iid"]
+DRAWN = ["--clients", "3", "--participation", "fixed:2", "--rounds", "30"]  # every client takes part
 RUNS = {
     "record": ["--data", "FILE", "--label", "label", "--partition", "by-column:site"],
     "client": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", "--unit", "client"],
     "person": ["--data", "FILE", "--label", "label", "--partition", "iid", "--person", "weight", "--clients", "3"],
     "amplified": ["--data", "FILE", "--label", "label", "--partition", "by-column:site", *COHORT],
     "sampled": ["--data", "FILE", "--label", "label", "--partition", "iid", "--batch", "poisson:60", "--clients", "3"],
-    "stream": ["--data", "FILE", "--label", "label", "--partition", "iid", "--method", "dp-ftrl", "--clients", "3"],
+    "stream": [*TABLE, "--method", "dp-ftrl", "--set", "mechanism=banded", *DRAWN],
     "long stream": [*TABLE, "--method", "dp-ftrl", "--set", "mechanism=inverse-root"],
     "secure": ["--data", "FILE", "--label", "label", "--partition", "iid", "--trust", "secure-aggregation"],
     "statistics": ["--data", "FILE", "--label", "label", "--partition", "iid", "--public-stats", "STATS"],

@@ -18,6 +18,7 @@ from sordino.errors import SordinoError
 from sordino.evidence.signing import code_sha256
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events
+from sordino.privacy.accounting.correlated import Banded
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
@@ -29,6 +30,7 @@ from sordino.privacy.spending import Group
 
 CERTIFICATE_FORMAT = 2
 MOST_LISTED_CLIENTS = 10_000_000
+MOST_LISTED_ROUNDS = 1_000_000  # clients times rounds of a drawn schedule that a certificate lists
 SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION = "evaluation"  # the method of a certificate that is about test records
@@ -172,6 +174,7 @@ def certificate(
                 "count": len(group.clients),
                 "records": list(group.records) if sizes_public else None,
                 "sizes": _sizes(plan, group) if sizes_public else None,
+                **_attended(plan, group, done),
                 "mu": finite(group.mu),
                 "epsilon": finite(epsilon),
                 "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
@@ -284,7 +287,23 @@ def _drawn_for(plan: Plan) -> str:
 
 def _factor(noise: Noise | None) -> dict[str, Any]:
     """What `verify` needs to compute the sensitivity of a stream by itself, where it can."""
-    return {"factor": {"inverse_band": noise.bands, "rounds": noise.rounds}} if isinstance(noise, InverseRoot) else {}
+    if isinstance(noise, InverseRoot):
+        return {"factor": {"inverse_band": noise.bands, "rounds": noise.rounds}}
+    if not isinstance(noise, Banded):
+        return {}
+    fitted = {"diagonals": list(noise.diagonals), "momentum": noise.momentum, "decay": noise.decay}
+    return {"factor": {**fitted, "rounds": len(noise.decoder)}}
+
+
+def _attended(plan: Plan, group: Group, done: int | None) -> dict[str, list[str]]:
+    """The rounds of each of the group's clients, as `ranges` writes them, if a banded stream has a drawn schedule."""
+    banded = any(isinstance(query.noise, Banded) for stage in plan.stages for query in stage.queries)
+    if not banded or plan.participation.kind in (FULL, "cyclic") or plan.clients * plan.rounds > MOST_LISTED_ROUNDS:
+        return {}
+    table = np.zeros((plan.rounds, plan.clients), dtype=bool)
+    for t, cohort in enumerate(plan.cohorts[:done]):
+        table[t, cohort] = True
+    return {"rounds": [ranges(np.flatnonzero(table[:, client]).tolist()) for client in group.clients]}
 
 
 def _sampler(plan: Plan) -> dict[str, str]:

@@ -20,8 +20,8 @@ import numpy as np
 
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.evidence import signing
-from sordino.evidence.certificate import CERTIFICATE_FORMAT, listed, numbers_of
+from sordino.evidence import signing, streams
+from sordino.evidence.certificate import CERTIFICATE_FORMAT, listed
 from sordino.lazy import optional, scipy
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.samplers import Sampler
@@ -452,6 +452,8 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
         _check_clipping(query, kind, clip, problems)
+        if query["stream"] and streams.stated(cert, query):
+            streams.check(cert, query, problems)
         if unit is Unit.CLIENT and kind is not Kind.DELTA:
             problems.append(f"{name}: at client level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
@@ -468,7 +470,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 )
             if query["semidefinite"] and kind not in SEMIDEFINITE:
                 problems.append(f"{name}: terms of kind {kind} are not semi-definite")
-            elif query["bound"] == "by clip" and (not query["stream"] or _has_factor(cert, query)):
+            elif query["bound"] == "by clip" and (not query["stream"] or streams.stated(cert, query)):
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
                 separate = (Sampler.POISSON, Sampler.ALLOCATION)
@@ -479,8 +481,11 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 terms = bound / clip if sampled and adjacency is Adjacency.REPLACE_ONE else 1.0
                 moved = bound / terms * (high if only_sums_visible else 1.0)
                 expected = terms * _after_rounding(cert, query, moved) * math.sqrt(joint)
-                expected *= _stream_factor(cert, query, group) if query["stream"] else 1.0
-                if not _near(float(release["sensitivity"]), expected):
+                factor = streams.factor_of(cert, query, group) if query["stream"] else streams.Factor(1.0, 0.0, 0)
+                expected *= factor.value
+                if query["stream"] and int(release["times"]) != factor.times:
+                    problems.append(f"{name}: it is accounted {release['times']} times, not {factor.times}")
+                if not _near(float(release["sensitivity"]), expected, factor.above):
                     problems.append(
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
                         f"{adjacency} make it {expected:.6g}"
@@ -502,62 +507,6 @@ def _check_clipping(query: Mapping[str, Any], kind: Kind, clip: float, problems:
     length = math.hypot(*law.bounds(clip, len(law.layers) or 1))
     if kind is not Kind.GRADIENT or query["bound"] != "by clip" or not _near(length, clip):
         problems.append(f"{query['query']}: {law} is no way to bound it by a clip")
-
-
-def _has_factor(cert: Mapping[str, Any], query: Mapping[str, Any]) -> bool:
-    """Whether the certificate tells enough of a stream to compute its sensitivity: factors, and who comes when.
-
-    The rounds of a client must follow from its number, and all rows that it moves must be visible: those of sums, or
-    its own of every round. Integers and minibatches have other accounts, and a stage must be the whole run.
-    """
-    factor, clients = query.get("factor"), cert["sampler"]["clients"]
-    if not factor or cert.get("secure") or len({q["query"].split(".")[0] for q in cert["queries"]}) > 1:
-        return False
-    if any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]):
-        return False
-    common = cert["trust"] != Trust.UNTRUSTED_SERVER
-    return int(factor["rounds"]) == int(cert["rounds"]) and (
-        clients == FULL or (common and clients.startswith("cyclic:"))
-    )
-
-
-def _stream_factor(cert: Mapping[str, Any], query: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """The norm of the sum of the encoder's columns of a client's rounds, by convolution with its first column."""
-    from scipy.signal import fftconvolve
-
-    bands, rounds = int(query["factor"]["inverse_band"]), int(query["factor"]["rounds"])
-    step = 1 if cert["sampler"]["clients"] == FULL else int(cert["sampler"]["clients"].partition(":")[2])
-    phases = {number % step for number in numbers_of(group["clients"], int(cert["clients"]))}
-    norms = []
-    for phase in phases:
-        taken = np.zeros(rounds)
-        taken[phase::step] = 1.0
-        norms.append(float(np.linalg.norm(fftconvolve(_first_column(bands, rounds), taken)[:rounds])))
-    if max(norms) > min(norms) * (1 + 1e-6):
-        raise SordinoError("certificate: clients of one group have streams of different sensitivities.")
-    return max(norms)
-
-
-@lru_cache
-def _first_column(bands: int, rounds: int) -> np.ndarray:
-    """1 / d as a power series, d the first coefficients of (1 - x)^(1/2), by Newton's iteration.
-
-    The accountant computes d as a running product, and the encoder by a recurrence. Here d_k = -Gamma(k - 1/2) / (2
-    sqrt(pi) k!), and the number of right terms of y <- y (2 - d y) doubles with every step.
-    """
-    from scipy.signal import fftconvolve
-    from scipy.special import gammaln
-
-    k = np.arange(1, min(bands, rounds))
-    root = np.concatenate([[1.0], -np.exp(gammaln(k - 0.5) - gammaln(k + 1.0)) / (2 * math.sqrt(math.pi))])
-    column = np.ones(1)
-    while len(column) < rounds:
-        size = min(2 * len(column), rounds)
-        rest = -fftconvolve(root[:size], column)[:size]
-        rest = np.pad(rest, (0, size - len(rest)))
-        rest[0] += 2.0
-        column = fftconvolve(column, rest)[:size]
-    return column
 
 
 def _clients_of_a_person(cert: Mapping[str, Any], problems: list[str]) -> float:
@@ -627,7 +576,8 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
         return moved
     if not step > 0 or any(r.get("mechanism") not in OF_INTEGERS for g in cert["groups"] for r in g["releases"]):
         raise SordinoError("certificate: sums of integers need a step above 0 and a mechanism of integers.")
-    return step * discrete_gaussian.rounded(moved / step, int(query["dimension"]))
+    row = streams.least_row(query) if query["stream"] else 1.0  # what is rounded are rows of the encoded stream
+    return step * discrete_gaussian.rounded(row * moved / step, int(query["dimension"])) / row
 
 
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
@@ -734,7 +684,7 @@ def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
 def _assumed_sensitivities(cert: Mapping[str, Any]) -> list[str]:
     """The sensitivities that do not follow from a clip, which this check takes from the certificate."""
     why = {
-        q["query"]: "a schedule" if q["stream"] and not _has_factor(cert, q) else q["bound"].removeprefix("by ")
+        q["query"]: "a schedule" if q["stream"] and not streams.stated(cert, q) else q["bound"].removeprefix("by ")
         for q in cert["queries"]
     }
     return [
@@ -749,8 +699,9 @@ def _span(value: Any) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _near(a: float, b: float) -> bool:
-    return a == b or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12)
+def _near(a: float, b: float, above: float = 0.0) -> bool:
+    """Whether the numbers agree up to rounding; a may lie `above` b by this part of it."""
+    return a == b or math.isclose(a, b, rel_tol=1e-6, abs_tol=1e-12) or b < a <= b * (1 + above)
 
 
 def _check_claims(cert: Mapping[str, Any], claimed: float, problems: list[str]) -> None:

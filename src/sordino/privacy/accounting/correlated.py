@@ -10,6 +10,7 @@ The noise cancels only if one z serves all rounds: the server's, or that of clie
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -93,7 +94,22 @@ def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
     return nodes_by_level
 
 
-def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) -> Correlated:
+@dataclass(frozen=True)
+class Banded(Correlated):
+    """Noise of `banded`, with what its factors follow from.
+
+    Attributes:
+      diagonals: of the encoder before its columns are scaled, from the main one down.
+      momentum: of the server, to which the diagonals are fitted.
+      decay: part of the model that the server takes away in each round, to which they are fitted as well.
+    """
+
+    diagonals: tuple[float, ...]
+    momentum: float
+    decay: float
+
+
+def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) -> Banded:
     """A lower-triangular encoder with `band` constant diagonals, whose columns are scaled to norm 1.
 
     Columns at least `band` apart share no row. So if the rounds of a unit are at least `band` apart, its squared
@@ -117,7 +133,9 @@ def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) ->
     for name, value in (("momentum", momentum), ("decay", decay)):
         if not 0 <= value < 1:
             raise SordinoError(f"{name}: {value} must lie in [0, 1).")
-    return toeplitz(rounds, np.array(fitted_diagonals(rounds, band, momentum, decay)))
+    diagonals = fitted_diagonals(rounds, band, momentum, decay)
+    factors = toeplitz(rounds, np.array(diagonals))
+    return Banded(factors.encoder, factors.decoder, diagonals, momentum, decay)
 
 
 def toeplitz(rounds: int, diagonals: np.ndarray) -> Correlated:
