@@ -87,6 +87,15 @@ def test_a_wider_grid_costs_more_and_never_less(way):
         assert (allocation.divergences(alphas, 62, 62, 1.9, way, 1e-12, width, cells) > fine * (1 - 3e-3)).all()
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+@pytest.mark.parametrize("mu", [0.05, 2.0356481000433626, 12.0])
+def test_divergences_are_numbers_also_at_huge_factors(way, mu):
+    alphas = np.exp(np.linspace(0, 200, 41))
+    found = allocation.divergences(alphas, 92, 16, mu, way, 1e-9)
+    assert ((found >= 0) & (found <= 1)).all()
+
+
 def test_the_first_minibatch_by_itself_is_a_poisson_sample():
     release = SampledGaussian(0.1, 1.3, 1, Sampler.ALLOCATION)
     for adjacency in Adjacency:

@@ -349,11 +349,15 @@ def _on_grids(
     above = place + constant + 8 * _UNIT * (np.abs(place) + np.abs(constant))
     weights = np.exp(np.minimum(rounds * k + theta * (constant - above), 600.0)) * np.maximum(above, 0.0)
     # Sums beyond the window: E[S; S > last] is at most last exp(K(t) - t last) for t >= 1 / last.
-    last = h * (start + size) + constant
+    end = h * (start + size)
+    last = end + constant - 8 * _UNIT * (np.abs(end) + np.abs(constant))
+    known = last > 0  # not if the window is lost in the rounding of a huge alpha; then only 1 is proved
+    last = np.where(known, last, 1.0)
     t = np.maximum(t_last, 1 / last)
     wrapped = last * np.exp(np.minimum(rounds * _log_sum(log_mass + t * values) + t * (constant - last), 600.0))
     total = (sums * weights).sum(1, keepdims=True) * (1 + 1e-9 + 1e-12 * rounds) + wrapped
-    return np.asarray(np.minimum(1.0, (total + rounds * beyond) / bins)[:, 0])
+    bound = (total + rounds * beyond) / bins
+    return np.asarray(np.where(known & (bound < 1), bound, 1.0)[:, 0])  # also if it is not a number
 
 
 def _spread(terms: _Terms, values: Array, h: Array, cells: Array) -> tuple[Array, Array]:
