@@ -364,7 +364,7 @@ TABLES = (
     ),
     PaperTable(
         "fednew-cifar",
-        "CIFAR-10, 64 x 10, IID (its figures 1a and 9a, whose curves are not printed as figures)",
+        "CIFAR-10, 64 x 10, IID (its figures 1a and 9a, which print no values)",
         partial(comparison, who=EVERYONE, clients=(100, 500), units=("record",)),
         *CIFAR,
     ),
