@@ -443,6 +443,14 @@ def minibatches(plan, client, source):
     return [sorted(each[each >= 0].tolist()) for each in drawn]
 
 
+class DrawnTwice(Sampling):
+    """A mutant: a record is also in the minibatch after its own."""
+
+    def draw(self, uniforms, rate, place=0):
+        before = (place - 1) % round(1 / rate)
+        return np.union1d(super().draw(uniforms, rate, place), super().draw(uniforms, rate, before))
+
+
 def epochs_hold_all(drawn, bins, size):
     """Does every whole epoch hold each record exactly once?"""
     epochs = [drawn[k : k + bins] for k in range(0, len(drawn) - bins + 1, bins)]
@@ -461,8 +469,10 @@ def test_each_record_is_in_one_minibatch_of_an_epoch():
         assert sizes.std() > 0.5, "sizes are random, so no record makes room for another"
         share = np.mean([0 in each for each in first])
         assert abs(share - 1 / bins) < 4.5 * math.sqrt((1 / bins) * (1 - 1 / bins) / len(first))
-    mutant = minibatches(replace(plan, sampling=Sampling.parse("poisson:4")), 0, Secure(b"k" * 32))
-    assert not epochs_hold_all(mutant, 2, plan.sizes[0]), "Poisson minibatches are found out"
+    poisson, twice = Sampling.parse("poisson:4"), DrawnTwice("allocation", 4.0)
+    for mutant, client, bins in ((poisson, 0, 2), (poisson, 1, 3), (twice, 1, 3)):
+        drawn = minibatches(replace(plan, sampling=mutant), client, Secure(b"k" * 32))
+        assert not epochs_hold_all(drawn, bins, plan.sizes[client]), mutant
 
 
 def test_a_client_continues_its_epoch_after_rounds_without_it():

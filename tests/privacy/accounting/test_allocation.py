@@ -9,7 +9,7 @@ from scipy.stats import norm
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.evidence import verify
-from sordino.privacy.accounting import allocation, events, subsampled
+from sordino.privacy.accounting import allocation, events, gaussian, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 
 STEP = 0.02
@@ -143,6 +143,18 @@ def test_the_same_draw_in_two_epochs_exceeds_the_account_of_two():
     account = subsampled.delta([SampledGaussian(0.5, mu, 4, Sampler.ALLOCATION)], epsilon, Adjacency.ADD_REMOVE)
     stuck = max(exact(math.sqrt(2) * mu, way, math.exp(epsilon), 2, 2) for way in ("remove", "add"))
     assert stuck > 1.05 * account
+
+
+def test_the_account_is_not_that_of_other_minibatches():
+    """The wrong samplers: minibatches are drawn one by one (Poisson), or a record is in both of an epoch."""
+    mu, epsilon = 1.0, 2.0
+    account, poisson = (
+        subsampled.delta([SampledGaussian(0.5, mu, 2, sampler)], epsilon, Adjacency.ADD_REMOVE)
+        for sampler in (Sampler.ALLOCATION, Sampler.POISSON)
+    )
+    twice = gaussian.delta(math.sqrt(2) * mu, epsilon)
+    assert poisson > 2 * account
+    assert twice > 2 * account
 
 
 def test_allocation_needs_less_noise_than_poisson_under_add_remove():
