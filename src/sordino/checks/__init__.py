@@ -6,6 +6,7 @@
 - `asks`: a round asks the data no more than the method declares, and one more question is refused; some round asks
   as often as declared, because every declared call is paid for.
 - `replay`: server and clients only post-process messages. With the same messages, other data change nothing.
+- `streams`: noise that is correlated over rounds, as it is drawn, hides what the account of all rounds claims.
 - `engines`: the fast engine computes the same as the reference engine.
 
 A contract that cannot fail proves nothing. `check` therefore also runs each contract on `MUTANTS` of the method under
@@ -27,6 +28,7 @@ from sordino.checks.fixtures import claims
 from sordino.checks.language import clips_every_token, small_language
 from sordino.checks.mutants import MUTANTS, OF_CLIPPINGS, breaks, concerns, weighed_records, weighs_beyond_the_clip
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
+from sordino.checks.streams import MECHANISMS, missed_mutants, streams
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Clipping, Kind, Method, Unit
@@ -76,6 +78,7 @@ UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases 
 CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clipping of networks
 CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
 SEQUENCES = "sequences"  # as reports and `sordino check` name causal language models
+STREAMS = "streams"  # as reports and `sordino check` name noise that is correlated over rounds
 WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
@@ -326,6 +329,32 @@ def check_sequences(
     return [report for each in methods for report in _rejecting(clips_every_token, name, each, model, trials, seed)]
 
 
+def check_streams(name: str = STREAMS, *, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:
+    """Check the correlated noise of DP-FTRL with each mechanism: the contracts `streams` and `engines`.
+
+    The mutants claim the sensitivity of one round, of rounds that are apart, or of an encoder without its last
+    diagonal; or they draw noise afresh that must be carried, or the same noise in every round.
+
+    Args:
+      name: the name that reports show, before the mechanism.
+      seed: seed of the records on which the engines are compared.
+      units: the protected units.
+
+    Returns:
+      One report per unit and mechanism. Claims are factors on the sensitivity of one answer.
+    """
+    reports = []
+    for unit, (mechanism, options) in itertools.product(units, MECHANISMS.items()):
+        method = entry("dp-ftrl").at(unit, **options)
+        found, difference = streams(method), engines(method, CHECKED_MODELS[0], seed=seed)
+        problems = found.problems + [_missed("streams", mutant) for mutant in missed_mutants(method)]
+        if not difference <= TOLERANCE:
+            problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
+        numbers = (found.claimed, found.worst, difference, not problems, problems)
+        reports.append(Report(f"{name} {mechanism}", unit, "", "0.0 stream", *numbers))
+    return reports
+
+
 def small_network() -> TorchModel:
     """Two layers, for records of three features and two classes."""
     with torch.random.fork_rng(devices=[]):
@@ -335,7 +364,7 @@ def small_network() -> TorchModel:
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     """Check every registered method, calibrated intercepts, class weights, laws of clipping, causal language models,
-    survival, the tallies, and the sums.
+    correlated noise, survival, the tallies, and the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -349,7 +378,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
     methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
     methods += check_uncertainty(trials=trials, seed=seed) + check_clipping(trials=trials, seed=seed)
-    methods += check_sequences(trials=trials, seed=seed)
+    methods += check_sequences(trials=trials, seed=seed) + check_streams(seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -441,6 +470,7 @@ __all__ = [
     "check_clipping",
     "check_model",
     "check_sequences",
+    "check_streams",
     "check_sums",
     "check_tally",
     "check_uncertainty",
@@ -448,5 +478,6 @@ __all__ = [
     "engines",
     "replay",
     "sensitivity",
+    "streams",
     "unasked",
 ]

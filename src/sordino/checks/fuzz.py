@@ -4,8 +4,9 @@ A case draws all of these from a seed and its number. It runs a short noised tra
 state, memory), and then answers the questions of one round for many pairs of neighbouring clients, which lie in one
 batch as the fast engine lays clients. Both neighbours of a pair see the same past and the same noised answers. Then
 
-- no release, before its noise, may move further than its query claims, and
-- what the client sends may depend on its data only through the noised answers.
+- no release, before its noise, may move further than its query claims,
+- what the client sends may depend on its data only through the noised answers, and
+- noise that is correlated over rounds must hide what the account of all rounds claims (`checks.streams`).
 
 The arithmetic is the one that ships: the oracle and the model's own clipped sums, in float32 or float64.
 
@@ -27,18 +28,24 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, claims, rows_per_unit, short_plan
 from sordino.checks.search import ROUNDING_SLACK, Scene, scenes
-from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
+from sordino.checks.streams import streams
+from sordino.core import Adjacency, Broadcast, Clipping, Kind, Method, Shard, Stream, Tree, Unit, nothing
 from sordino.data.records import row_norms
 from sordino.engines.oracle import Oracle
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, bounds
+from sordino.methods.clipping import with_clipping
+from sordino.methods.ftrl import ESTIMATES, MECHANISMS
 from sordino.models.linear import Linear, Loss
+from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 from sordino.tree import leaves, tree_map
 
 PAIRS = 500  # of neighbours in one case
 LONGEST = {torch.float32: 1e30, torch.float64: 1e200}  # the squares overflow: such a record must count as zero
 SHARE_OF_EXTREMES = 0.02
+SHARE_OF_NETWORKS = 0.25  # of the cases of methods that ask for gradients
+OF_NETWORKS = {Kind.GRADIENT, Kind.COUNT, Kind.DELTA}  # what a network answers
 SAME = {torch.float32: 1e-3, torch.float64: 1e-8}  # relative: equal messages may be rounded by their place in a batch
 DTYPES = (torch.float32, torch.float64)
 
@@ -151,26 +158,32 @@ def run_case(
     Returns:
       How far the releases moved.
     """
-    rng = np.random.default_rng([seed, number])
+    rng, further = np.random.default_rng([seed, number]), np.random.default_rng([seed, number, 1])
     name = str(rng.choice(list(REGISTRY)))
     unit = Unit(str(rng.choice([str(each) for each in REGISTRY[name].protects])))
     adjacency = Adjacency(str(rng.choice([str(each) for each in Adjacency])))
     options = _options(rng, REGISTRY[name].options, REGISTRY[name].bounds)
+    options |= _stream_options(further) if "inverse_band" in REGISTRY[name].options else {}
     dtype = DTYPES[rng.integers(2)]
     words = f"{name} {unit} {adjacency} {options} {str(dtype).removeprefix('torch.')}"
     try:
         method = REGISTRY[name].at(unit, **options)
         if not claims(method):
             return Outcome(0, 0.0, [], words)
-        model = _model(rng, method)
-        words = f"{words} {model}"
+        method, model = _network(further, method) or (method, _model(rng, method))
+        laws = {str(query.clipping) for stage in method.stages for query in stage.queries}
+        words = f"{words} {model} {'/'.join(sorted(laws))}"
         plan = short_plan(method, adjacency, epsilon=float(rng.choice([8.0, 0.05])))
         records = Space.of(model).records(rng, unit)
         known = scenes(plan, model, records, int(rng.integers(2**31)))
         at, scene = known[rng.integers(len(known))]
         past, (method, model) = scene(), mutant(method, model)
         past = past._replace(round_plan=past.round_plan._replace(stage=method.stages[at]))
-        return _tried(rng, (seed, number), past, method, model, adjacency, dtype, pairs, words)
+        outcome = _tried(rng, (seed, number), past, method, model, adjacency, dtype, pairs, words)
+        if not any(isinstance(query.noise, Stream) for stage in method.stages for query in stage.queries):
+            return outcome
+        broken = [Violation(seed, number, 0, "stream", None, f"{words}: {each}") for each in streams(method).broken]
+        return outcome._replace(violations=outcome.violations + broken)
     except SordinoError:  # a plan that the library refuses
         return Outcome(0, 0.0, [], words)
 
@@ -285,6 +298,36 @@ def _options(
         elif isinstance(default, bool):
             chosen[name] = bool(rng.integers(2))
     return chosen
+
+
+def _stream_options(rng: np.random.Generator) -> dict[str, Any]:
+    """A random mechanism of correlated noise."""
+    return {
+        "mechanism": str(rng.choice(MECHANISMS)),
+        "honaker": str(rng.choice(ESTIMATES)),
+        "restart": int(rng.integers(0, 5)),
+        "band": int(rng.integers(1, 9)),
+        "inverse_band": int(rng.integers(1, 9)),
+    }
+
+
+def _network(rng: np.random.Generator, method: Method) -> tuple[Method, core.Model] | None:
+    """Sometimes: a small network, and a random law of clipping; None if the method asks for no gradients of records."""
+    kinds = {query.kind for stage in method.stages for query in stage.queries}
+    if rng.random() >= SHARE_OF_NETWORKS or method.unit is Unit.CLIENT or not kinds <= OF_NETWORKS:
+        return None
+    low, high = 10 ** rng.uniform(-2, 2, size=2)
+    gamma = 10 ** rng.uniform(-5, 2)
+    law = rng.choice(["flat", "per-layer", f"per-layer:{low:.4g},{high:.4g}", "automatic", f"automatic:{gamma:.4g}"])
+    features, width, outputs = (int(each) for each in rng.integers(2, 6, size=3))
+    try:
+        clipped = with_clipping(method, Clipping.parse(str(law)))
+    except SordinoError:
+        return None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(int(rng.integers(2**31)))
+        layers = torch.nn.Linear(features, width), torch.nn.Tanh(), torch.nn.Linear(width, outputs)
+        return clipped, TorchModel(torch.nn.Sequential(*layers))
 
 
 def _model(rng: np.random.Generator, method: Method) -> core.Model:

@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
         "method",
         nargs="*",
         metavar="METHOD",
-        help="methods (see 'sordino methods'), models, calibrate, clipping, sequences, evaluation, statistics",
+        help="methods (see 'sordino methods'), models, calibrate, clipping, sequences, streams, evaluation, statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
@@ -117,6 +117,7 @@ def act(arguments: argparse.Namespace) -> int:
         CALIBRATE,
         CLIPPING,
         SEQUENCES,
+        STREAMS,
         UNCERTAINTY,
         WEIGHTS,
         Report,
@@ -125,6 +126,7 @@ def act(arguments: argparse.Namespace) -> int:
         check_clipping,
         check_model,
         check_sequences,
+        check_streams,
         check_sums,
         check_tally,
         check_uncertainty,
@@ -138,7 +140,18 @@ def act(arguments: argparse.Namespace) -> int:
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
     names = (
-        [*methods.REGISTRY, CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, "hazards", *counted, *outside]
+        [
+            *methods.REGISTRY,
+            CALIBRATE,
+            WEIGHTS,
+            UNCERTAINTY,
+            CLIPPING,
+            SEQUENCES,
+            STREAMS,
+            "hazards",
+            *counted,
+            *outside,
+        ]
         if arguments.all
         else arguments.method
     )
@@ -149,7 +162,7 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES):
+        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, STREAMS):
             registry.entry(name) if name in models else methods.entry(name)
     sums = arguments.all or arguments.sums
     reports: list[Report] = []
@@ -164,6 +177,7 @@ def act(arguments: argparse.Namespace) -> int:
                 UNCERTAINTY: check_uncertainty,
                 CLIPPING: check_clipping,
                 SEQUENCES: check_sequences,
+                STREAMS: check_streams,
                 **{known: check_sequences for known, model in registry.REGISTRY.items() if model.causal},
                 **dict.fromkeys(counted, check_tally),
             }
