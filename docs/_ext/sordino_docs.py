@@ -29,7 +29,12 @@ HEADS = ("Args", "Returns", "Yields", "Raises", "Attributes", "Fields", "Example
 HEAD = re.compile(rf"^({'|'.join(HEADS)}):\s*(.*)$")
 ITEM = re.compile(r"^(\*{0,2}[\w, .*]+?)(?: \(([^)]*)\))?:\s+(.*)$")
 MORE = {  # public names outside `sordino` itself, by the reader that they are for
-    "Networks": ("sordino.models.torch_model:TorchModel", "sordino.models.torch_model:group_norm"),
+    "Networks": (
+        "sordino.models.torch_model:TorchModel",
+        "sordino.models.torch_model:group_norm",
+        "sordino.models.lora:adapt",
+        "sordino.methods.adapters:with_adapters",
+    ),
     "Several processes": ("sordino.engines.distributed:join", "sordino.engines.distributed:Team"),
     "Sampling and spending": (
         "sordino.privacy.participation:Sampling",
@@ -460,8 +465,25 @@ def spec_page() -> str:
         "`sordino run SPEC.toml` reads a flat TOML file. `--set KEY=VALUE` sets any key; the most frequent ones have a "
         "flag of their own ([sordino run](cli/run.md)). The options of a method stand beside these keys in the same "
         "file ([methods](methods/index.md)). A run writes the complete list, with every default resolved, into "
-        "`public/spec.toml`.\n\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        "`public/spec.toml`.\n\n| key | type | default | meaning |\n|---|---|---|---|\n" + "\n".join(rows) + "\n\n"
+        "## Options of models\n\nThey stand beside the keys above ([networks](../deep.md)).\n\n"
+        "| key | models | default | meaning |\n|---|---|---|---|\n" + "\n".join(_model_options()) + "\n"
     )
+
+
+def _model_options() -> Iterator[str]:
+    """One row per option of a registered model."""
+    from sordino.models import registry
+
+    owners: dict[str, list[str]] = {}
+    defaults: dict[str, Any] = {}
+    for name, entry in registry.REGISTRY.items():
+        for option, declared in entry.options.items():
+            owners.setdefault(option, []).append(f"`{name}`")
+            defaults[option] = declared.default
+    for option, names in owners.items():
+        default = "" if defaults[option] is None else f"`{_toml(defaults[option])}`"
+        yield f"| `{option}` | {', '.join(names)} | {default} | {_cell(MEANINGS[option])} |"
 
 
 MEANINGS = {
@@ -475,6 +497,19 @@ MEANINGS = {
     "lora_rank": "rank of the adapters of a transformer",
     "lora_alpha": "scale of the adapters",
     "lora_dropout": "dropout of the adapters",
+    "lora_variant": "what a round trains of the adapters: lora, freeze-a, alternating or fedsvd",
+    "edges": "edges of the intervals of time; a schema gives them",
+    "trees": "number of trees",
+    "depth": "splits from the root of a tree to a leaf",
+    "columns": "columns of the table that one tree divides",
+    "loss": "loss of the trees, by default that of the labels",
+    "widths": "numbers per column of the table; a schema gives them",
+    "image": "layout of the images in rows, such as `32x32x3` or `3x32x32`",
+    "side": "pixels that images are resized to",
+    "mean": "of the pixels of each channel; it is subtracted",
+    "std": "of the pixels of each channel; images are divided by it",
+    "weights": "folder of the weights of a transformer, as `save_pretrained` writes it",
+    "lora_every": "rounds per turn of A and of B, for lora_variant = alternating",
     "dtype": "`float32`, `float64`, or `bfloat16` for the passes through a transformer",
     "noise": "noise multiplier instead of `epsilon`: standard deviation of the summed noise over the clip",
     "client_epsilon": "a stricter epsilon for some clients, by name",

@@ -564,8 +564,14 @@ class Ask(Protocol):
     @property
     def facts(self) -> Facts: ...
 
-    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
-        """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records."""
+    def gradient(
+        self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None, part: Tensor | None = None
+    ) -> Tensor:
+        """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records.
+
+        With `part`, numbers of entries of theta, only these entries of a record's gradient are clipped, noised and
+        answered, in this order.
+        """
         ...
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
@@ -766,6 +772,7 @@ class Facts:
     # that differ in it, one each (runs x 1)
     shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
     blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
+    adapters: tuple[tuple[int, int], ...] = ()  # which of `shapes` are the A and the B of each low-rank adapter
     numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
     rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
     intervals: int = 0  # of a survival model

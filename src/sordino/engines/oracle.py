@@ -152,8 +152,17 @@ class Oracle:
         self.facts = facts
         self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
 
-    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
-        """The clipped, noised mean gradient at theta; see `Ask.gradient`."""
+    def gradient(
+        self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None, part: Tensor | None = None
+    ) -> Tensor:
+        """The clipped, noised mean gradient at theta; see `Ask.gradient`.
+
+        Entries outside of a `part` are multiplied by 0 before the clip, so a term within the clip loses nothing by
+        leaving them out: its sensitivity is that of the clip, and no noise is drawn for them.
+        """
+        if part is not None:
+            inside = torch.zeros_like(theta).index_fill(-1, part, 1.0)
+            scale = inside if scale is None else inside * scale
         number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
         if not 0 <= number < len(self._batches):
             raise OverspentError(f"minibatch {number} was not drawn in this round; take one from ask.sample()")
@@ -166,7 +175,12 @@ class Oracle:
             raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
 
         batch = self._batches[number]
-        return self._answer(Kind.GRADIENT, 1, lambda clip: gradient_sum(self._model, query, theta, batch, *rest))
+
+        def total(clip: float) -> Tensor:
+            whole = gradient_sum(self._model, query, theta, batch, *rest)
+            return whole if part is None else whole.index_select(-1, part)
+
+        return self._answer(Kind.GRADIENT, 1, total)
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         """The noised count of short gradients; see `Ask.count`."""

@@ -74,12 +74,13 @@ def round_plans(plan: Plan, model: Model, start: int = 0) -> Iterator[RoundPlan]
 
 
 def stage_facts(plan: Plan, model: Model, s: int) -> Facts:
-    """The public facts of stage s, with the model's shapes, blocks and kind of labels."""
+    """The public facts of stage s, with the model's shapes, blocks, adapters and kind of labels."""
     kind = getattr(model, "kind", None)
     facts = calibration.stage_facts(plan, s)
     intervals = len(getattr(model, "intervals", (0,))) - 1
     weight = getattr(model, "mean_weight", 1.0)
     facts = replace(facts, shapes=model.shapes, blocks=parameter_blocks(model), mean_weight=weight)
+    facts = replace(facts, adapters=getattr(model, "adapters", ()))
     return replace(facts, numeric=kind in NUMERIC_LOSSES, rates=kind is Loss.POISSON, intervals=intervals)
 
 

@@ -27,6 +27,7 @@ from sordino.core import (
     Rule,
     Tree,
     Unit,
+    itself,
 )
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
@@ -136,9 +137,11 @@ def adaptive_clip(method: Method, clip: float, quantile: float, *, pace: float =
         log_clip = state.log_clip - pace * (mean.below + 0.5 - quantile)
         return step, ClipState(log_clip.clamp(*within), inner_state)
 
-    rule = Rule(
-        init, update, broadcast=lambda state: state.log_clip, model=lambda theta, state: inner.model(theta, state.inner)
-    )
+    def model(theta: Tensor, state: ClipState) -> Tensor:
+        return inner.model(theta, state.inner)
+
+    whole = itself if inner.model is itself else model
+    rule = Rule(init, update, broadcast=lambda state: state.log_clip, model=whole)
     local = Local(compute, message=EMPTY_GRADIENT_AND_COUNT)
     queries = (replace(stage.queries[0], clip=1.0, share=1 - share), Query(Kind.COUNT, 0.5, share=share))
     assumption = "The clip is 1 in units of a length that follows from the noised counts."

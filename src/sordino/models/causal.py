@@ -133,6 +133,7 @@ def build(
     rank: int = 16,
     alpha: float = 32.0,
     dropout: float = 0.1,
+    variant: str = "lora",
     targets: Sequence[str] | None = None,
     after: int | None = None,
     seed: int = 0,
@@ -148,6 +149,7 @@ def build(
       rank: of the adapters.
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs.
+      variant: which factors of the adapters are trained; see `lora.adapt`.
       targets: layers to adapt; see `lora.adapt`.
       after: count only tokens after the first of this id, as for answers after a question.
       seed: of the adapters.
@@ -170,7 +172,8 @@ def build(
     special = _special_tokens(about, weights)
     if not 2 <= length <= about.max_position_embeddings:
         raise SordinoError(f"length: {length} must lie between 2 and {about.max_position_embeddings}, the positions.")
-    adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=[], seed=seed)
+    how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
+    adapt(network, targets=targets, head=[], seed=seed, **how)
     module = Sequences(network, special.pad, special.pad == special.end, after)
     return TorchModel(module, shape=(length,), autocast=autocast, chunk=chunk, classes=2, check=check)
 

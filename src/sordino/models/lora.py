@@ -2,6 +2,9 @@
 
 A and B may have a leading axis of clients (`grouped`). Then each client owns an equal part of the rows, one client
 after another, and all clients share one pass through the frozen layers.
+
+With the variant `freeze-a`, A is frozen at its first value, which follows from a public seed, and only B is part of
+theta (FFA-LoRA: Sun et al. 2024, arXiv 2403.12313). A message then holds nothing of A, and no noise is added to A.
 """
 
 from __future__ import annotations
@@ -16,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, check_known
 from sordino.models.per_example import RULES, Tape, linear, tape
+from sordino.models.pretrained import LORA_VARIANTS
 
 TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
@@ -57,14 +61,15 @@ class Adapter(nn.Module):
     """A and B of one layer: x -> h = x A^T, and `onto`, which adds scale h B^T to the output of the frozen layer.
 
     In a pass for per-example gradients it is `taped`, by `_Adapted`. That stores the input of B and the gradient at its
-    output (`factors`) for the rule. The rule writes into `room` if there is any.
+    output (`factors`) for the rule. The rule writes into `room` if there is any. If A is frozen, it serves all clients.
     """
 
     grouped = taped = halves = True
 
-    def __init__(self, A: Tensor, B: Tensor, scale: float) -> None:
+    def __init__(self, A: Tensor, B: Tensor, scale: float, freeze_a: bool = False) -> None:
         super().__init__()
-        self.lora_A, self.lora_B, self.scale = nn.Parameter(A), nn.Parameter(B), scale
+        self.lora_A, self.lora_B, self.scale = nn.Parameter(A, requires_grad=not freeze_a), nn.Parameter(B), scale
+        self.freeze_a = freeze_a
         self.factors: tuple[Tensor, Tensor] | None = None
         self.room: dict[str, Tensor] = {}
 
@@ -95,6 +100,7 @@ class _Adapted(torch.autograd.Function):
     def forward(ctx: Any, root: Tensor, x: Tensor, out: Tensor | None, layer: LoRALinear, notes: Tape) -> Tensor:
         adapter, kind = layer.adapter, x.dtype
         A, B = _as(adapter.lora_A, kind), _as(adapter.lora_B, kind)
+        A = A.expand(len(B), -1, -1) if A.dim() < B.dim() else A  # a frozen A serves all clients
         ctx.weight = None
         if out is None:
             weight, bias = _matrix(layer.base)
@@ -174,6 +180,7 @@ class LoRALinear(nn.Module):
         alpha: float = 32.0,
         dropout: float = 0.1,
         generator: torch.Generator | None = None,
+        freeze_a: bool = False,
     ) -> None:
         super().__init__()
         self.rank, self.alpha, self.dropout = rank, alpha, nn.Dropout(dropout)
@@ -183,7 +190,7 @@ class LoRALinear(nn.Module):
         bound = 1 / math.sqrt(inputs)  # as in PEFT: Kaiming with a = sqrt(5)
         A = torch.empty(rank, inputs).uniform_(-bound, bound, generator=generator).to(weight.device, _kind(weight))
         B = torch.zeros(outputs, rank, device=weight.device, dtype=_kind(weight))
-        self.adapter, self.base = Adapter(A, B, alpha / rank), base.requires_grad_(False)
+        self.adapter, self.base = Adapter(A, B, alpha / rank, freeze_a), base.requires_grad_(False)
         # A base with another forward is called as it is.
         self._plain = type(base).__name__ == "Conv1D" or type(base).forward is nn.Linear.forward
 
@@ -223,7 +230,7 @@ def _sizes(base: nn.Module) -> tuple[int, int]:
 def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, Tensor]]:
     """The rule of an adapter: dA = up^T x and dB = g^T h per example, with up = scale g B and h = scale x A^T.
 
-    x is the input after dropout. Windows or tokens in the first axis are positions too.
+    x is the input after dropout. Windows or tokens in the first axis are positions too. A frozen A has no gradient.
     """
     (h, g), room = module.factors, module.room
     module.factors, module.room = None, {}
@@ -231,10 +238,10 @@ def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, 
         t if t.dim() == 3 and len(t) == n else t.reshape(n, t.numel() // (n * t.shape[-1]), t.shape[-1])
         for t in (x, up, h, g)
     )
-    return (
-        ("lora_A", torch.bmm(up.mT, _as(x, up.dtype), out=_fit(room.get("lora_A"), up))),
-        ("lora_B", torch.bmm(g.mT, _as(h, g.dtype), out=_fit(room.get("lora_B"), g))),
-    )
+    of_b = ("lora_B", torch.bmm(g.mT, _as(h, g.dtype), out=_fit(room.get("lora_B"), g)))
+    if module.freeze_a:
+        return (of_b,)
+    return ("lora_A", torch.bmm(up.mT, _as(x, up.dtype), out=_fit(room.get("lora_A"), up))), of_b
 
 
 def _fit(room: Tensor | None, like: Tensor) -> Tensor | None:
@@ -257,6 +264,7 @@ def adapt(
     targets: Sequence[str] | None = None,
     head: Sequence[str] | None = None,
     seed: int = 0,
+    variant: str = "lora",
 ) -> nn.Module:
     """Freeze a transformer, add adapters to its attention and train its head.
 
@@ -269,6 +277,8 @@ def adapt(
       head: names, or last parts of names, of layers that are trained in full: a linear layer, or a module that contains
         some. By default these are called classifier, score, head, …, outside the attention. An empty list trains none.
       seed: of the first A.
+      variant: one of `LORA_VARIANTS`. `freeze-a` trains B alone. The last two train what their method says
+        (`methods.adapters.with_adapters`), and their modules are those of `lora`.
 
     Returns:
       The same module.
@@ -280,6 +290,7 @@ def adapt(
         raise SordinoError(
             f"rank {rank}, alpha {alpha}, dropout {dropout}: they must be at least 1, above 0, and within [0, 1)."
         )
+    check_known("variant", variant, LORA_VARIANTS)
     module.requires_grad_(False)
     _still(module)
     linears = {name: m for name, m in module.named_modules() if _linear(m)}
@@ -289,7 +300,7 @@ def adapt(
     trained = _heads(module, linears, targeted, head)
     generator = torch.Generator().manual_seed(seed)
     for name in targeted:
-        _put(module, name, LoRALinear(linears[name], rank, alpha, dropout, generator))
+        _put(module, name, LoRALinear(linears[name], rank, alpha, dropout, generator, variant == "freeze-a"))
     for name in trained:
         layer = linears[name]
         assert isinstance(layer, nn.Linear)
@@ -364,7 +375,7 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     """
     from safetensors.torch import save_file
 
-    module, places = _places(model)
+    module, places, fixed = _places(model)
     adapted = {name: m for name, m in module.named_modules() if isinstance(m, LoRALinear)}
     if not adapted:
         raise SordinoError("model: it has no adapters; adapt() adds them.")
@@ -392,7 +403,7 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: part.reshape(shape).contiguous() for (key, shape), part in zip(places, parts, strict=True)}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    save_file(fixed | tensors, folder / WEIGHTS, metadata={"format": "pt"})
 
 
 def load_peft(folder: str | Path, model: Any) -> Tensor:
@@ -406,11 +417,12 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
       The trained parameters.
 
     Raises:
-      SordinoError: a file is missing, or does not fit the model.
+      SordinoError: a file is missing, or does not fit the model. Matrices that the model has frozen must be those of
+        the file.
     """
     from safetensors.torch import load_file
 
-    module, places = _places(model)
+    module, places, fixed = _places(model)
     folder = Path(folder).expanduser()
     for file in (CONFIG, WEIGHTS):
         if not (folder / file).is_file():
@@ -430,10 +442,16 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
             f"folder: it has rank {config['r']} and alpha {config['lora_alpha']:g}, but the model has {some.rank} and "
             f"{some.alpha:g}; build the model with those of the folder."
         )
-    wrong = [key for key, shape in places if key not in tensors or tuple(tensors[key].shape) != shape]
-    if wrong or len(tensors) != len(places):
-        odd = wrong[0] if wrong else min(tensors.keys() - {key for key, _ in places})
+    shapes = dict(places) | {key: tuple(value.shape) for key, value in fixed.items()}
+    wrong = [key for key, shape in shapes.items() if key not in tensors or tuple(tensors[key].shape) != shape]
+    if wrong or len(tensors) != len(shapes):
+        odd = wrong[0] if wrong else min(tensors.keys() - shapes.keys())
         raise SordinoError(f"folder: '{folder / WEIGHTS}' does not fit the model at {odd}.")
+    if other := [key for key, value in fixed.items() if not torch.equal(tensors[key].float(), value)]:
+        raise SordinoError(
+            f"folder: its {other[0]} is not that of the model, which is frozen (freeze-a); build the model with the "
+            "seed of the folder, or with variant='lora'."
+        )
     return torch.cat([tensors[key].float().flatten() for key, _ in places])
 
 
@@ -454,15 +472,22 @@ def _inner(module: nn.Module) -> str:
     return "network." if isinstance(getattr(module, "network", None), nn.Module) else ""
 
 
-def _places(model: Any) -> tuple[nn.Module, list[tuple[str, tuple[int, ...]]]]:
-    """The module; and for every trained tensor, in the order of theta, its name in PEFT's files and its shape."""
+def _places(model: Any) -> tuple[nn.Module, list[tuple[str, tuple[int, ...]]], dict[str, Tensor]]:
+    """The module; for every trained tensor, in the order of theta, its name in PEFT's files and its shape; and the
+    frozen tensors of adapters by such a name."""
     module = module_of(model)
     owners = {name: m for name, m in module.named_modules() if isinstance(m, Adapter | GroupedLinear)}
-    places = []
+    places, fixed = [], dict[str, Tensor]()
     for name, value in module.named_parameters():
         owner, _, last = name.rpartition(".")
-        if owner in owners:
-            adapter = isinstance(owners[owner], Adapter)
-            key = f"{owner.removesuffix('adapter')}{last}.weight" if adapter else name
-            places.append((PREFIX + key.removeprefix(_inner(module)), tuple(value.shape)))
-    return module, places
+        if owner not in owners:
+            continue
+        adapter = isinstance(owners[owner], Adapter)
+        key = PREFIX + (f"{owner.removesuffix('adapter')}{last}.weight" if adapter else name).removeprefix(
+            _inner(module)
+        )
+        if value.requires_grad:
+            places.append((key, tuple(value.shape)))
+        else:
+            fixed[key] = value.detach().cpu().float().contiguous()
+    return module, places, fixed

@@ -6,6 +6,10 @@ from typing import Any, NamedTuple
 
 from sordino.models.images import Normalisation
 
+# Which factors of low-rank adapters are trained: both; B alone; A and B in turns; B alone, and after each round the
+# server re-factors B A so that A has orthonormal rows. `methods.adapters` has the last two.
+LORA_VARIANTS = ("lora", "freeze-a", "alternating", "fedsvd")
+
 
 class Architecture(NamedTuple):
     """How to build one: names of the configuration and of the model in `transformers`, and the published sizes."""

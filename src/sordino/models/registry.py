@@ -14,10 +14,10 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from sordino import plugins
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, check_known, nearest
 from sordino.lazy import torch
 from sordino.models import images
-from sordino.models.pretrained import TRANSFORMERS
+from sordino.models.pretrained import LORA_VARIANTS, TRANSFORMERS
 from sordino.settings import Declared, declared, typed
 
 if TYPE_CHECKING:  # factories import what they build: names and options are known without torch
@@ -354,12 +354,15 @@ def _text_transformer(
     lora_rank: int = 16,
     lora_alpha: float = 32.0,
     lora_dropout: float = 0.1,
+    lora_variant: str = "lora",
+    lora_every: int = 1,
 ) -> TorchModel:
     from sordino.models import transformers
 
     _needs_classes(name, classes)
-    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
-    return transformers.build(name, classes=classes, weights=weights, length=features, **how)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
+    how |= {"length": features, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, **how)
 
 
 def _image_transformer(
@@ -373,6 +376,8 @@ def _image_transformer(
     lora_rank: int = 16,
     lora_alpha: float = 32.0,
     lora_dropout: float = 0.1,
+    lora_variant: str = "lora",
+    lora_every: int = 1,
     image: str | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
@@ -381,8 +386,9 @@ def _image_transformer(
     images.fitting(name, image, features)  # before weights are loaded
     from sordino.models import transformers
 
-    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
-    return transformers.build(name, classes=classes, weights=weights, image=image, mean=mean, std=std, **how)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
+    how |= {"image": image, "mean": mean, "std": std, "seed": seed, "autocast": autocast}
+    return transformers.build(name, classes=classes, weights=weights, **how)
 
 
 for _name, _kind in TRANSFORMERS.items():
@@ -409,6 +415,8 @@ def _causal(
     lora_rank: int = 16,
     lora_alpha: float = 32.0,
     lora_dropout: float = 0.1,
+    lora_variant: str = "lora",
+    lora_every: int = 1,
 ) -> TorchModel:
     if classes:
         raise SordinoError("model: causal-lora learns text and no classes; use sequence-lora, or leave label out.")
@@ -416,8 +424,8 @@ def _causal(
         raise SordinoError(NO_WEIGHTS)
     from sordino.models import causal
 
-    how: Any = {"rank": lora_rank, "alpha": lora_alpha, "dropout": lora_dropout, "seed": seed, "autocast": autocast}
-    return causal.build(weights, length=features, **how)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
+    return causal.build(weights, length=features, seed=seed, autocast=autocast, **how)
 
 
 register(
@@ -431,6 +439,14 @@ register(
         needs_weights=True,
     ),
 )
+
+
+def _adapters(rank: int, alpha: float, dropout: float, variant: str, every: int) -> dict[str, Any]:
+    """The options of adapters as `transformers.build` names them. How A and B take turns is a matter of the method."""
+    check_known("lora_variant", variant, LORA_VARIANTS)
+    if every != 1 and variant != "alternating":
+        raise SordinoError(f"lora_every: {every} is for lora_variant = alternating, not {variant}; leave it out.")
+    return {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
 
 
 def _needs_classes(name: str, classes: int) -> None:

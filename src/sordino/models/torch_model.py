@@ -211,6 +211,13 @@ class TorchModel:
             chosen, self.mode = self.mode, "vmap"
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
 
+    @cached_property
+    def adapters(self) -> tuple[tuple[int, int], ...]:
+        """Which tensors of theta are the A and the B of each low-rank adapter (`lora`), by number; both are trained."""
+        numbers = {name: k for k, name in enumerate(self.trained)}
+        pairs = [(k, numbers.get(f"{name[:-1]}B")) for name, k in numbers.items() if name.endswith("lora_A")]
+        return tuple((a, b) for a, b in pairs if b is not None)
+
     def init(self, generator: torch.Generator | None = None) -> Tensor:
         """The parameters of the module that was passed in."""
         return torch.cat([p.detach().flatten().float() for p in self.trained.values()]).clone()

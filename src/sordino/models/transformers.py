@@ -91,6 +91,7 @@ def build(
     rank: int = 16,
     alpha: float = 32.0,
     dropout: float = 0.1,
+    variant: str = "lora",
     length: int = 128,
     image: str | None = None,
     mean: Sequence[float] | None = None,
@@ -116,6 +117,7 @@ def build(
       rank: of the adapters.
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs.
+      variant: which factors of the adapters are trained; see `adapt`.
       length: of rows of tokens.
       image: the shape of the images in rows, such as "32x32x3" or "3x32x32": they are transposed, resized and
         normalised. None: rows are images as the network reads them, channels first and normalised already.
@@ -142,7 +144,8 @@ def build(
       SordinoError: a name or an argument is out of its range, or weights or a package are missing.
     """
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
-    adapt(network, rank=rank, alpha=alpha, dropout=dropout, targets=targets, head=head, seed=seed)
+    how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
+    adapt(network, targets=targets, head=head, seed=seed, **how)
     about: Any = network.config
     pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
     module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sordino.core import Facts, Rule, Tree
+from sordino.core import Facts, Rule, Tree, itself
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
@@ -55,7 +55,8 @@ def chain(*rules: Rule) -> Rule:
             theta = rule.model(theta, state)
         return theta
 
-    return Rule(init, update, broadcast, model)
+    whole = all(rule.model is itself for rule in rules)
+    return Rule(init, update, broadcast, itself if whole else model)
 
 
 def scale(factor: float | Tensor) -> Rule:

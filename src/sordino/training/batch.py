@@ -212,7 +212,7 @@ def together(runs: Sequence[ResolvedSpec], like: Tensor) -> Method:
         columns = {key: like.new_tensor([run.options[key] for run in runs]) for key in differ}
         shaped = {key: column.reshape(-1, *[1] * axes) for key, column in columns.items()}
         method = build(first.method_name, first.privacy.unit, **{**first.options, **shaped})
-        return with_clipping(method, first.clipping)
+        return first.adapted(with_clipping(method, first.clipping))
 
     server, clients = built(1), built(2)
     stages = [stage._replace(local=other.local) for stage, other in zip(server.stages, clients.stages, strict=True)]

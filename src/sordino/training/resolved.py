@@ -24,6 +24,7 @@ from sordino.errors import SordinoError, check_known
 from sordino.evidence.certificate import SECRET_SEED
 from sordino.lazy import torch
 from sordino.methods import build, entry
+from sordino.methods.adapters import with_adapters
 from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.clipping import with_clipping
@@ -148,7 +149,7 @@ class ResolvedSpec:
     @cached_property
     def method(self) -> Method:
         """The method, built on first use: a site checks the options of a proposed run before it builds anything."""
-        built = with_clipping(build(self.method_name, self.privacy.unit, **self.options), self.clipping)
+        built = self.adapted(with_clipping(build(self.method_name, self.privacy.unit, **self.options), self.clipping))
         method = calibrated(built, self.spec.calibrate or 0.0, self.spec.calibrate_slope)
         radius, person = float(self.options.get("radius", 1.0)), self.privacy.unit is Unit.PERSON
         records = self.privacy.person_records if person else 1
@@ -157,6 +158,11 @@ class ResolvedSpec:
         method = method if plugin is None else plugins.judged(method, plugin)
         share = self.spec.private_statistics
         return method if share is None else after_tally(method, self.statistics, share)
+
+    def adapted(self, method: Method) -> Method:
+        """The method, as the variant of the model's low-rank adapters trains them; other models have none."""
+        options = self.model.options
+        return with_adapters(method, options.get("lora_variant", "lora"), self.rounds, options.get("lora_every", 1))
 
     @property
     def _terms(self) -> Terms:
