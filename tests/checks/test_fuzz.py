@@ -6,6 +6,7 @@ import pytest
 
 from sordino.checks.fuzz import fuzz, run_case
 from sordino.checks.mutants import half_claimed, some_unclipped
+from sordino.checks.streams import OneRound, with_claim
 from sordino.cli import main
 from sordino.tree import tree_map
 
@@ -50,6 +51,15 @@ def test_a_mutant_is_found_and_reproduced(mutant):
     again = run_case(first.seed, first.case, pairs=60, mutant=mutant)
     assert first in again.violations
     assert run_case(first.seed, first.case, pairs=60).violations == [], "the mutant alone is to blame"
+
+
+def test_a_wrong_claim_about_correlated_noise_is_found():
+    def mutant(method, model):
+        return with_claim(method, OneRound), model
+
+    found = run_case(1, 4, pairs=20, mutant=mutant)
+    assert found.where.startswith("dp-ftrl")
+    assert {each.query for each in found.violations} == {"stream"}
 
 
 def test_the_command(capsys):
