@@ -108,7 +108,7 @@ def typed(key: str, value: Any, annotation: str, *, infinite: bool = False) -> A
     if wanted.startswith("dict") and isinstance(value, dict):
         return {str(k): v for k, v in value.items()}
     lists = "a list of texts" if "str" in wanted else "a list of numbers"
-    kind = _WORDS.get(wanted, lists if wanted.startswith("tuple") else "a table")
+    kind = _WORDS.get(wanted, lists if wanted.startswith("tuple") else "a table, such as { 3 = 0.5 }")
     raise SordinoError(f"{key}: {value!r} must be {kind}.")
 
 

@@ -83,6 +83,14 @@ def _main(argv: Sequence[str] | None, commands: Sequence[str]) -> int:
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
+def _method_options() -> set[str]:
+    from inspect import signature
+
+    from sordino.methods import REGISTRY
+
+    return {key for entry in REGISTRY.values() for key in signature(entry.factory).parameters}
+
+
 def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoError:
     """The error for words that the command does not know. A key of a run without a flag is set with --set."""
     flags = [flag for flag in vars(command)["_option_string_actions"] if flag.startswith("--")]
@@ -91,7 +99,7 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
         from sordino.training.spec import RUN_KEYS
 
         key = word.removeprefix("--").replace("-", "_")
-        if key in RUN_KEYS:
+        if key in RUN_KEYS or key in _method_options():
             value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]

@@ -229,8 +229,8 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
             if path.exists():
                 cert = json.loads(path.read_text(encoding="utf-8"))
                 verified = not verify_run(path, against_terms=against_terms).problems
-                claims = {key: cert[key] for key in ("epsilon", "delta", "certified", "trust", "secure", "site")}
-                sites.append({"certificate": str(path), "verified": verified, **claims})
+                claims = {key: cert[key] for key in ("delta", "certified", "trust", "secure", "site")}
+                sites.append({"certificate": str(path), "verified": verified, "epsilon": _own_epsilon(cert), **claims})
     rounds = [line for line in lines if line["what"] == "round"]
     scores = [line["accuracy"] for line in rounds if "accuracy" in line]
     return {
@@ -244,6 +244,17 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     }
 
 
+def _own_epsilon(cert: dict[str, Any]) -> float:
+    """The epsilon of the site that wrote the certificate, which may have requested a stricter one than the others."""
+    from sordino.evidence.certificate import numbers_of
+
+    names = cert["client_names"]  # none at client level, where sites have one epsilon
+    own = [
+        g for g in cert["groups"] if names and names.index(cert["site"]["name"]) in numbers_of(g["clients"], len(names))
+    ]
+    return float(own[0]["epsilon"] if own else cert["epsilon"])
+
+
 def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page, accuracy = console(), document["accuracy"]
     scored = "" if accuracy is None else f", accuracy {accuracy:.1%} on the coordinator's test records"
@@ -251,12 +262,12 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page.print()
     rows = []
     for site in document["sites"]:
-        budget, secure = site["site"], site["secure"]
+        budget, own = site["site"], site["epsilon"]
         rows.append(
             [
                 budget["name"],
-                f"{site['epsilon']:.4g}",
-                f"{secure['epsilon_server']:.4g}" if secure else f"{site['epsilon']:.4g}",
+                f"{own:.4g}",
+                f"{min(own, site['secure']['epsilon_server']) if site['secure'] else own:.4g}",
                 f"{site['delta']:g}",
                 "[green]yes[/]" if site["certified"] else "[red]no[/]",
                 "[green]yes[/]" if site["verified"] else "[red]no[/]",

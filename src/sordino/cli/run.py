@@ -379,7 +379,7 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
         )
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
-    rows.append(("error" if {"mse", "deviance", "perplexity"} & last.keys() else "result", _score(last) + tested))
+    rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
     measured = final_metrics(prepared, out)
     rows += _quality(measured, prepared.dataset)
     if settings.uncertainty:

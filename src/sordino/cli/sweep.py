@@ -34,7 +34,13 @@ def add(commands: Any) -> None:
         "sordino sweep --method dp-fedgd --grid lr=1,2,4 --epsilon 8 --charge-tuning count --out runs/paid",
     )
     add_keys(parser)
-    parser.add_argument("--grid", action="append", default=[], metavar="KEY=A,B,…", help="values to try for one key")
+    parser.add_argument(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="KEY=A,B,…",
+        help="values to try for one key; Optuna takes numbers with a point as a range",
+    )
     parser.add_argument(
         "--preset",
         metavar="NAME",

@@ -83,7 +83,7 @@ class SiteConfig(_File):
     length: int = 64  # tokens per text: the features of the federation
     test_fraction: float = 0.2  # held out to evaluate models at the site
     evaluation_epsilon: float | None = None  # limit over all evaluations on the test records; None: none is answered
-    run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site adds more noise
+    run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site counts less
     methods: tuple[str, ...] = ()  # allowed methods; empty: all certified ones
     trust: tuple[str, ...] = (Trust.SECURE_AGGREGATION, Trust.UNTRUSTED_SERVER)
     adjacency: str = Adjacency.REPLACE_ONE  # one ledger adds up one kind of adjacency

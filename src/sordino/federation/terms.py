@@ -91,7 +91,10 @@ def federated(values: Mapping[str, Any]) -> Spec:
                     "private_statistics: a federation finds ranges in a run of its own; set statistics_epsilon in "
                     "federation.toml, or give public ranges."
                 )
-            other = ' Scale the files at the sites, or use normalize = "l2".' if key == "public_stats" else ""
+            other = {
+                "public_stats": ' Scale the files at the sites, or use normalize = "l2".',
+                "client_epsilon": " A site asks for a stricter epsilon by run_epsilon in its site.toml.",
+            }.get(key, "")
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
     spec = Spec.of(values)
     if registry.entry(spec.model).needs_weights:
