@@ -99,7 +99,8 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
         from sordino.training.spec import RUN_KEYS
 
         key = word.removeprefix("--").replace("-", "_")
-        if key in RUN_KEYS or key in _method_options():
+        own = not any(flag.startswith(word) for flag in flags) and key in _method_options()
+        if key in RUN_KEYS or own:
             value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]

@@ -128,13 +128,10 @@ def check_data(site: SiteData, terms: Terms) -> None:
     try:  # only now, because a large plan takes long to calibrate
         terms.resolved.check_images(terms.features, site.record_shape)
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
-        group_of_site = next(group for group in spending.groups(plan) if number in group.clients)
         if not plan.proved:
             raise SordinoError("the plan is not proved to be private")
-        if spending.epsilon_of(plan, group_of_site) > allowed * (1 + 1e-9):
-            raise SordinoError(
-                f"the plan costs epsilon {spending.epsilon_of(plan, group_of_site):g}, and {allowed:g} is allowed"
-            )
+        if (cost := spending.client_epsilon(plan, number)) > allowed * (1 + 1e-9):
+            raise SordinoError(f"the plan costs epsilon {cost:g}, and {allowed:g} is allowed")
         check_derived(terms)
     except SordinoError as error:
         raise Refused("policy", str(error)) from None

@@ -228,8 +228,7 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
     if not path.exists():
         yield Check(True, "ledger.db", "none yet; `sordino federate join` creates it with the limit of site.toml")
         yield from _any_choice(config, None, terms)
-        if terms is not None and spending.epsilon(terms.plan) > config.epsilon:
-            cost = spending.epsilon(terms.plan)
+        if terms is not None and (cost := _cost(config, terms)) > config.epsilon:
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
     with Ledger(path, read_only=True) as ledger:
@@ -243,11 +242,19 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             mine = terms.names.index(config.name)
             entries = whole_run(terms.plan, mine, terms.run)
             ledger.afford([entry._replace(who=_account(ledger)) for entry in entries])
-            cost = spending.epsilon(terms.plan)
-            yield Check(True, "budget", f"the run costs ε = {cost:.4g}, which fits if all sites have this site's size")
+            yield Check(
+                True,
+                "budget",
+                f"the run costs ε = {_cost(config, terms):.4g}, which fits if all sites have this site's size",
+            )
         except OverspentError as error:
             left = ledger.left(_account(ledger), (config.epsilon, config.delta)) or 0.0
             yield Check(False, "budget", f"{error} Without minibatches, a run of up to ε = {left:.4g} fits.")
+
+
+def _cost(config: SiteConfig, terms: Terms) -> float:
+    """The epsilon that the whole run costs this site."""
+    return spending.client_epsilon(terms.plan, terms.names.index(config.name))
 
 
 def _hint(config: SiteConfig, terms: Terms | None) -> str:

@@ -62,6 +62,11 @@ def epsilon(plan: Plan, done: int | None = None) -> float:
     return epsilon_of(plan, worst(plan, done))
 
 
+def client_epsilon(plan: Plan, client: int) -> float:
+    """The epsilon of one client after the whole plan; it may have requested a stricter one than the others."""
+    return epsilon_of(plan, next(group for group in groups(plan) if client in group.clients))
+
+
 def mu(plan: Plan, done: int | None = None) -> float:
     """The largest mu of any client, after `done` rounds (default: the whole plan)."""
     return max(group.mu for group in groups(plan, done))
