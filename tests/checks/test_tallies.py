@@ -12,7 +12,7 @@ from sordino.errors import SordinoError
 from sordino.methods import build
 from tests.support import tiers
 
-QUICK = ["statistics", "evaluation", "evaluation of survival"]
+QUICK = ["statistics", "evaluation"]
 
 
 @pytest.mark.parametrize("name", tiers(tallies(), QUICK))

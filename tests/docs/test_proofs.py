@@ -991,7 +991,7 @@ def fitted_size(cost_of, budget, high):
     return low
 
 
-@pytest.mark.parametrize("rates", tiers([[0.03, 0.4], [0.01, 0.03, 0.1, 0.4]], 1), ids=str)
+@pytest.mark.parametrize("rates", tiers([[0.03], [0.03, 0.4], [0.01, 0.03, 0.1, 0.4]], 1), ids=str)
 def test_the_gaussian_filter_holds_for_numbers_chosen_after_looking(rates):
     """A first release, then, by its result, the worst one of runs that each fit beside it, in both orders.
 

@@ -117,6 +117,7 @@ def test_a_run_with_minibatches_that_was_stopped_stays_charged_as_a_whole(stoppe
     assert problems() == []
 
 
+@pytest.mark.soak
 def test_a_stopped_run_that_pays_for_its_rounds_alone_would_admit_the_second(stopped, monkeypatch):
     """The mutant: nothing is reserved."""
     begin, _ = stopped

@@ -71,6 +71,7 @@ def storage(tmp_path, tables):
     return f"sqlite:///{tmp_path}/study.db"
 
 
+@pytest.mark.soak
 def test_workers_that_start_at_once_share_the_trials(tmp_path):
     """On a new file, whose tables both create. Together they complete as many trials as one worker would."""
     storage = f"sqlite:///{tmp_path}/new.db"

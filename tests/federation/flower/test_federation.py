@@ -212,21 +212,21 @@ def nothing_is_left(bench):
     assert not any(map(processes.listening, federation.ports.values()))
 
 
-def test_a_federation(bench):
-    for check in (
-        the_models_are_the_simulators,
-        echoes,
-        an_exception_stays_at_the_site,
-        late_replies_are_dropped,
-        a_killed_worker_costs_its_own_reply,
-        a_restarted_supernode_is_found_again,
-        unknown_sites_are_refused,
-        tasks_need_the_secret,
-        strangers_control_nothing,
-        a_reply_that_is_too_long_stops_at_the_link,
-        no_code_of_the_bundle_ran,
-        nothing_is_left,
-    ):
+WORKS = (
+    the_models_are_the_simulators,
+    echoes,
+    an_exception_stays_at_the_site,
+    unknown_sites_are_refused,
+    tasks_need_the_secret,
+    strangers_control_nothing,
+    a_reply_that_is_too_long_stops_at_the_link,
+)
+FAULTS = (late_replies_are_dropped, a_killed_worker_costs_its_own_reply, a_restarted_supernode_is_found_again)
+
+
+@pytest.mark.parametrize("several", [WORKS, pytest.param(FAULTS, marks=pytest.mark.soak)], ids=["works", "faults"])
+def test_a_federation(bench, several):
+    for check in (*several, no_code_of_the_bundle_ran, nothing_is_left):
         began = time.perf_counter()
         try:
             check(bench)
