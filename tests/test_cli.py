@@ -11,7 +11,6 @@ import pytest
 
 from sordino import checks
 from sordino.cli import COMMANDS, _parser, main
-from sordino.cli.federate import _own_epsilon
 from sordino.cli.show import terminable
 from sordino.evidence.ledger import Charge, Ledger
 from sordino.federation.sentences import of_coordinator
@@ -463,11 +462,3 @@ def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
 )
 def test_a_coordinator_says_who_joined_who_is_away_and_what_a_lost_round_cost(line, words):
     assert of_coordinator(line, 5) == words
-
-
-def test_each_site_is_shown_with_its_own_epsilon():
-    groups = [{"clients": "0, 2", "epsilon": 7.9}, {"clients": "1", "epsilon": 2.0}]
-    cert = {"client_names": ["a", "b", "c"], "groups": groups, "epsilon": 7.9}
-    shown = [_own_epsilon({**cert, "site": {"name": name}}) for name in "abc"]
-    assert shown == [7.9, 2.0, 7.9]
-    assert _own_epsilon({"client_names": [], "groups": groups, "epsilon": 7.9, "site": {"name": "b"}}) == 7.9

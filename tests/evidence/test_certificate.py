@@ -13,7 +13,7 @@ from sordino.cli import main
 from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.evidence import verify as verify_module
-from sordino.evidence.certificate import certificate, ranges, sizes_of
+from sordino.evidence.certificate import certificate, group_of_site, ranges, sizes_of
 from sordino.evidence.signing import RunKey, fingerprint, of_site, signed
 from sordino.evidence.statement import RELEASED, statement
 from sordino.evidence.verify import NOT_SIGNED, verify
@@ -428,3 +428,13 @@ def test_a_gradient_that_is_called_semidefinite_is_found():
 
 def test_every_kind_of_answer_has_words_that_a_reader_knows():
     assert {*RELEASED, Kind.COUNT, Kind.DELTA} == set(Kind), "counts and whole messages have sentences of their own"
+
+
+@pytest.mark.parametrize("client", [0, 1, 2])
+def test_the_statement_of_a_site_tells_its_own_epsilon(client):
+    privacy = Privacy(8.0, trust=Trust.SECURE_AGGREGATION, client_epsilon={1: 2.0})
+    cert = certificate(Plan(build("dp-fedgd"), 3, (50, 60, 70), privacy), Secure(), version="0")
+    cert["site"] = {"name": "b", "client": client, "rounds": None}
+    own = group_of_site(cert)["epsilon"]
+    assert (own == pytest.approx(2.0)) is (client == 1)
+    assert ("**ε = 2** holds" in statement(cert).split("##")[0]) is (client == 1)

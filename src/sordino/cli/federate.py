@@ -219,6 +219,7 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     import json
 
+    from sordino.evidence.certificate import group_of_site
     from sordino.federation.terms import against_terms
     from sordino.training.verify_run import verify_run
 
@@ -230,7 +231,14 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
                 cert = json.loads(path.read_text(encoding="utf-8"))
                 verified = not verify_run(path, against_terms=against_terms).problems
                 claims = {key: cert[key] for key in ("delta", "certified", "trust", "secure", "site")}
-                sites.append({"certificate": str(path), "verified": verified, "epsilon": _own_epsilon(cert), **claims})
+                sites.append(
+                    {
+                        "certificate": str(path),
+                        "verified": verified,
+                        "epsilon": group_of_site(cert)["epsilon"],
+                        **claims,
+                    }
+                )
     rounds = [line for line in lines if line["what"] == "round"]
     scores = [line["accuracy"] for line in rounds if "accuracy" in line]
     return {
@@ -242,17 +250,6 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
         "seconds": seconds,
         "out": str(out),
     }
-
-
-def _own_epsilon(cert: dict[str, Any]) -> float:
-    """The epsilon of the site that wrote the certificate, which may have requested a stricter one than the others."""
-    from sordino.evidence.certificate import numbers_of
-
-    names = cert["client_names"]  # none at client level, where sites have one epsilon
-    own = [
-        g for g in cert["groups"] if names and names.index(cert["site"]["name"]) in numbers_of(g["clients"], len(names))
-    ]
-    return float(own[0]["epsilon"] if own else cert["epsilon"])
 
 
 def _show_outcome(out: Path, document: dict[str, Any]) -> None:

@@ -365,6 +365,13 @@ def numbers_of(text: str, clients: int) -> list[int]:
     return [k for span in spans for k in range(span[0], span[-1] + 1)]
 
 
+def group_of_site(cert: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The group of the site that a certificate is of. Its epsilon may be stricter than that of other sites."""
+    number, clients = cert["site"]["client"], int(cert["clients"])
+    found: Mapping[str, Any] = next(g for g in cert["groups"] if number in numbers_of(g["clients"], clients))
+    return found
+
+
 def _common(values: np.ndarray, clients: Sequence[int]) -> float | list[float]:
     """The value that the clients share; its range if they differ."""
     selected = values[list(clients)]

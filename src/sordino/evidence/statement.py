@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sordino.core import Adjacency, Clipping, Trust, Unit
-from sordino.evidence.certificate import EVALUATION, STATISTICS
+from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site
 from sordino.evidence.signing import Signer, fingerprint, signed
 from sordino.privacy.accounting import normal
 from sordino.privacy.accounting.events import concentrated_guess
@@ -85,6 +85,8 @@ def statement(cert: Mapping[str, Any]) -> str:
         if cert["certified"]
         else ("**Not certified.** " + " ".join(f"{reason.rstrip('.')}." for reason in cert["reasons"]))
     )
+    if cert["certified"] and cert.get("site") and (own := group_of_site(cert)["epsilon"]) < 0.999 * cert["epsilon"]:
+        verdict += f" For the data of this site **ε = {own:.4g}** holds; the other figures are of the worst site."
     return f"""# Privacy statement
 
 {verdict}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, numbers_of, sizes_of
+from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, group_of_site, sizes_of
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.signing import code_sha256, sha256
 from sordino.evidence.statement import statement
@@ -270,7 +270,7 @@ def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
     with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
         rows = [row for row in book.rows() if row.plan == run and row.is_release]
-    mine = next(g for g in cert["groups"] if cert["site"]["client"] in numbers_of(g["clients"], int(cert["clients"])))
+    mine = group_of_site(cert)
     streams = {query["query"] for query in cert["queries"] if query["stream"]}
     for release in mine["releases"]:
         charged = [row for row in rows if row.query == release["query"]]
