@@ -26,6 +26,11 @@ PREDICTS = {
     "survival": "the probability of no event by each public edge of time, and the risk that it happens before the last",
 }
 MOST_COLUMNS = 200  # listed; further ones are counted
+RECORDS = (
+    "Predictions for new records of the same kind as the training data: the same columns, recorded in the same way, of "
+    "a population like theirs."
+)
+TEXTS = "Texts of the same kind as the training data, in the same language."
 
 
 def write(folder: Path, cert: Mapping[str, Any]) -> None:
@@ -61,20 +66,21 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
     classes = [str(name) for name in about["classes"]]
     target = schema.target.column if schema is not None and schema.target is not None else None
     predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
+    size, use = f"{about['features']} features", RECORDS
     if (known := REGISTRY.get(about["kind"])) is not None and known.causal:
         predicts = "the next token of a text, and so writes text"
+        size, use = f"{about['features']} tokens per text", TEXTS
     if schema is not None and schema.task in PREDICTS:
         predicts = PREDICTS[schema.task]
     what = predicts if target is None else f"the column `{target}`: {predicts}"
     return f"""# Model card
 
-A {about["kind"]} model of {about["features"]} features, trained with the method {cert["method"]} on the data of \
+A {about["kind"]} model of {size}, trained with the method {cert["method"]} on the data of \
 {cert["clients"]} clients in {cert["rounds"]} rounds by sordino {cert["sordino"]}. It predicts {what}.
 
 ## Intended use
 
-Predictions for new records of the same kind as the training data: the same columns, recorded in the same way, of a \
-population like theirs. Test it on data of the place where it will be used before anybody relies on it.
+{use} Test it on data of the place where it will be used before anybody relies on it.
 
 ## Not intended
 
@@ -90,7 +96,7 @@ population like theirs. Test it on data of the place where it will be used befor
 
 ## Data
 
-{_data(about, schema)}
+{f"The model reads texts of up to {about['features']} tokens." if use is TEXTS else _data(about, schema)}
 
 ## How to verify
 
