@@ -157,10 +157,14 @@ def known_keys(text_or_path: str) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- hashes
 
 
-def sha256(path: Path) -> str:
-    """The hash of a file, or of the names and contents of all files in a folder."""
+def sha256(path: Path, suffixes: Sequence[str] = ()) -> str:
+    """The hash of a file, or of the names and contents of all files in a folder.
+
+    With suffixes, of the files that have one of them and lie directly in the folder.
+    """
     if path.is_dir():
-        return _listing(path, [each for each in path.rglob("*") if each.is_file()])
+        inside = (each for each in path.iterdir() if each.suffix in suffixes) if suffixes else path.rglob("*")
+        return _listing(path, [each for each in inside if each.is_file()])
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

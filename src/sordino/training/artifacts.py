@@ -27,6 +27,8 @@ from sordino.training.resolved import ResolvedSpec
 from sordino.tree import pack, unpack
 
 TIMINGS = "timings.jsonl"
+# What a model and its tokenizer are read from, in a folder of weights; tables or runs beside them do not count.
+WEIGHT_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 
@@ -138,7 +140,7 @@ def save_model(
             "seed": choice.seed,
             "bfloat16": choice.bfloat16,
             "options": json.dumps(choice.portable),
-            "weights_sha256": sha256(Path(weights)) if weights else None,
+            "weights_sha256": sha256(Path(weights), WEIGHT_FILES) if weights else None,
         },
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
@@ -199,6 +201,6 @@ def _weights(known: str | None, given: str | Path | None, expected: str | None) 
         raise SordinoError(f"weights: the model was trained from '{known}', whose folder is not public; {remedy}.")
     if not path.exists():
         raise SordinoError(f"weights: there is no '{path}', and the model was trained from such weights; {remedy}.")
-    if expected is not None and sha256(path) != expected:
+    if expected is not None and sha256(path, WEIGHT_FILES) != expected:
         raise SordinoError(f"weights: the model was trained from other files than those of '{path}'; {remedy}.")
     return str(path.resolve())
