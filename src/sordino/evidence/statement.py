@@ -85,7 +85,8 @@ def statement(cert: Mapping[str, Any]) -> str:
         if cert["certified"]
         else ("**Not certified.** " + " ".join(f"{reason.rstrip('.')}." for reason in cert["reasons"]))
     )
-    if cert["certified"] and cert.get("site") and (own := group_of_site(cert)["epsilon"]) < 0.999 * cert["epsilon"]:
+    of_site = cert["certified"] and "client" in (cert.get("site") or {})
+    if of_site and (own := group_of_site(cert)["epsilon"]) < 0.999 * cert["epsilon"]:
         verdict += f" For the data of this site **ε = {own:.4g}** holds; the other figures are of the worst site."
     return f"""# Privacy statement
 
