@@ -20,6 +20,7 @@ from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.models.arithmetic import exact_arithmetic
+from sordino.models.linear import Linear
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
@@ -72,7 +73,6 @@ class Found(NamedTuple):
         return []
 
 
-@exact_arithmetic()  # held once for all sums of the search
 def sensitivity(
     method: Method,
     model: core.Model,
@@ -104,38 +104,44 @@ def sensitivity(
     Returns:
       The worst case of each noised query.
     """
-    search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed), further)
-    sizes = OTHER_SIZES if further else SIZES
-    known: list[tuple[int, Callable[[], Scene]]] = []
-    for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
-        records = search.space.records(search.rng, method.unit)
-        known += scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
-    results: list[Found] = []
-    for s, stage in enumerate(method.stages):
-        pasts = [scene for in_stage, scene in known if in_stage == s]
-        for number, query in enumerate(stage.queries):
-            if query.noise is None:
-                continue
-            patience = steps * (MORE_STEPS if query.bound is not None or further else 1)
-            worst = Found(
-                f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
-            )
-            for trial in range(trials if rejects is None or len(results) in rejects else 0):
-                client = trial % len(CLIENT_SIZES)
-                claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
-                scene = pasts[search.rng.integers(len(pasts))]()
-                size = sizes[trial % len(sizes)]
-                if size is not None:
-                    theta = size * torch.from_numpy(search.rng.normal(size=model.size))
-                    scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
-                enough = math.inf if rejects is None else claimed
-                moved, where = search.climb(scene, client, number, patience, enough, query.bound is not None)
-                if moved / claimed > worst.reached:
-                    worst = Found(worst.query, claimed, moved, where)
-                if worst.beyond:  # conclusive
-                    break
-            results.append(worst)
-    return results
+    with exact_arithmetic(), torch.inference_mode(without_autograd(model)):  # held once for all sums
+        search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed), further)
+        sizes = OTHER_SIZES if further else SIZES
+        known: list[tuple[int, Callable[[], Scene]]] = []
+        for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
+            records = search.space.records(search.rng, method.unit)
+            known += scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
+        results: list[Found] = []
+        for s, stage in enumerate(method.stages):
+            pasts = [scene for in_stage, scene in known if in_stage == s]
+            for number, query in enumerate(stage.queries):
+                if query.noise is None:
+                    continue
+                patience = steps * (MORE_STEPS if query.bound is not None or further else 1)
+                worst = Found(
+                    f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
+                )
+                for trial in range(trials if rejects is None or len(results) in rejects else 0):
+                    client = trial % len(CLIENT_SIZES)
+                    claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
+                    scene = pasts[search.rng.integers(len(pasts))]()
+                    size = sizes[trial % len(sizes)]
+                    if size is not None:
+                        theta = size * torch.from_numpy(search.rng.normal(size=model.size))
+                        scene = scene._replace(broadcast=scene.broadcast._replace(theta=theta))
+                    enough = math.inf if rejects is None else claimed
+                    moved, where = search.climb(scene, client, number, patience, enough, query.bound is not None)
+                    if moved / claimed > worst.reached:
+                        worst = Found(worst.query, claimed, moved, where)
+                    if worst.beyond:  # conclusive
+                        break
+                results.append(worst)
+        return results
+
+
+def without_autograd(model: core.Model) -> bool:
+    """Whether the model computes its gradients by formulas of this package. Tensors then need no bookkeeping."""
+    return isinstance(model, Linear) and type(model).__module__.startswith("sordino.")
 
 
 class Scene(NamedTuple):
