@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import lora, per_example
-from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, load_peft, module_of, save_peft
+from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, dropped_out, load_peft, module_of, save_peft
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import count, transformer_blocks
 
@@ -238,6 +238,45 @@ def test_the_dropped_input_makes_the_gradient():
     assert far({name: part.sum(0) for name, part in got.items()}, want) < 1e-12
     layer.eval()
     assert far({k: v.sum(0) for k, v in per_example.gradients(layer, params, x, LABELS, loss).items()}, want) > 0.1
+
+
+def test_a_mask_that_follows_from_a_seed_makes_the_gradient():
+    """As compiled passes have it: two layers, each with its own mask, which the backward pass computes again."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(LoRALinear(nn.Linear(8, width), rank=2, dropout=0.5) for width in (8, 3))).double()
+    params, x, seed = moved(layers), torch.randn(4, 1, 8, dtype=torch.float64), torch.tensor([5, -7], dtype=torch.int32)
+
+    def loss(z, y):
+        return summed(z[:, 0], y)
+
+    def run(*given):
+        per_example.sweep(*given[:7], seed=seed)
+
+    got = per_example.norms_first(layers, params, x, LABELS, loss, apart=per_example.never, run=run).gradients
+    numbers = iter((0, 2))  # of uses of A and B before the layer
+    for layer in layers:
+        layer.dropout.forward = lambda t: dropped_out(t, seed, next(numbers), 0.5)
+    mine = {name: p.clone().requires_grad_() for name, p in params.items()}
+    total = loss(functional_call(layers, mine, (x,)), LABELS)
+    want = dict(zip(mine, torch.autograd.grad(total, list(mine.values())), strict=True))
+    assert far({name: part.sum(0) for name, part in got.items()}, want) < 1e-12
+
+
+def test_masks_of_a_seed_look_random():
+    """Shares of zeros in rows and columns vary as those of coins, and masks of layers and seeds are uncorrelated."""
+    torch.manual_seed(0)
+    seeds, ones, rate = torch.randint(-(2**31), 2**31, (3, 2), dtype=torch.int32), torch.ones(500, 768), 0.1
+    masks = [(dropped_out(ones, seed, number, rate) == 0).double() for seed in seeds for number in (0, 1, 2)]
+    for mask in masks:
+        assert float(mask.mean()) == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / mask.numel()))
+        for axis in (0, 1):
+            want = math.sqrt(rate * (1 - rate) / mask.shape[axis])
+            assert float(mask.mean(axis).std()) == pytest.approx(want, rel=0.2)
+    shifted = [masks[0].roll(lag) for lag in (1, 2, 16, 768)]
+    correlations = torch.corrcoef(torch.stack([t.flatten() for t in (*masks, *shifted)])).fill_diagonal_(0)
+    assert float(correlations.abs().max()) < 6 / math.sqrt(ones.numel())
+    kept = dropped_out(ones, seeds[0], 0, rate)
+    assert set(kept.unique().tolist()) == {0.0, float(torch.tensor(1 / (1 - rate)))}
 
 
 @needs_transformers

@@ -50,7 +50,8 @@ class Passes:
 
         Uses that `apart` selects come in the form in which they are stored, and the others as gradients.
         """
-        inputs = [*params.values(), x, y]
+        seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
+        inputs = [*params.values(), x, y, seed]
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
         key = (autocast, module.training, apart, *((t.shape, t.dtype, t.device) for t in inputs))
         if key not in self._known:
@@ -79,7 +80,7 @@ def _traced(
     found: list[tuple[Use, list[int]]] = []
 
     def run(*tensors: Tensor) -> list[Tensor]:
-        *values, x, y = tensors
+        *values, x, y, seed = tensors
         known = {_place(t): k for k, t in enumerate(tensors)}
         out: list[Tensor] = []
 
@@ -102,7 +103,7 @@ def _traced(
                 places.append(known[_place(t)])
             found.append((use, places))
 
-        sweep(module, dict(zip(names, values, strict=True)), x, y, loss, visit, owned)
+        sweep(module, dict(zip(names, values, strict=True)), x, y, loss, visit, owned, seed)
         return out
 
     graph = make_fx(run)(*inputs)

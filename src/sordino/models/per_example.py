@@ -193,9 +193,10 @@ def supported(module: nn.Module, *, spread: bool = False) -> list[str]:
 
 
 class Tape:
-    """What a forward pass records for the backward pass."""
+    """What a forward pass records for the backward pass. With a `seed`, masks of dropout follow from it."""
 
-    def __init__(self, visit: Callable[[Use], None], owned: Owned, like: Tensor) -> None:
+    def __init__(self, visit: Callable[[Use], None], owned: Owned, like: Tensor, seed: Tensor | None = None) -> None:
+        self.seed = seed
         self.visit, self.names = visit, dict(owned)
         self.times: dict[str, int] = {}
         # Autograd sees no trained parameter. Every path to the loss starts at `root` or at another leaf.
@@ -317,10 +318,11 @@ def sweep(
     loss: BatchLoss,
     visit: Callable[[Use], None],
     owned: Owned | None = None,
+    seed: Tensor | None = None,
 ) -> None:
     """Visit every use of a layer with trained parameters, from the last to the first."""
     owned = owners(module, params) if owned is None else owned
-    notes = Tape(visit, owned, x)
+    notes = Tape(visit, owned, x, seed)
     with placed(owned, params, notes, len(x)):
         notes.backward(notes.forward(module, x, y, loss))
 
