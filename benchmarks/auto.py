@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.progress import Progress
 from sklearn.linear_model import LogisticRegression
@@ -111,7 +112,6 @@ SHORT = ("CIFAR-10, ResNet-20", "CIFAR-10, ResNet-20, 1,000 records", "Fashion-M
 MEANS, STATISTICS = "noisy class means", "noised statistics"
 OBJECTIVE = "objective perturbation"
 CURVATURES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # shares of epsilon for the determinants; they set the ridge
-OBJECTIVE_DATA = ("CIFAR-10, ResNet-20, 1,000 records", "digits")
 SHARES, RIDGES = (0.05, 0.2, 0.5), tuple(10.0**k for k in np.arange(-3, 2.5, 0.5))  # tried for `STATISTICS`
 
 
@@ -308,15 +308,16 @@ def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[flo
     return cells
 
 
-def objective_cells(dataset: Dataset, name: str, epsilons: Sequence[float]) -> list[Cell]:
+def objective_cells(dataset: Dataset, name: str, device: str, epsilons: Sequence[float]) -> list[Cell]:
     """Objective perturbation by one party that holds all records. Its ridge is tuned as those of `recipe_cells`."""
     x, test = ((np.c_[part, np.ones(len(part))]).astype(np.float64) for part in (dataset.x_train, dataset.x_test))
     classes, radius = len(dataset.classes), math.hypot(RADIUS, 1)
-    labels, cells = np.eye(classes)[dataset.y_train], []
+    records = [torch.as_tensor(part, device=device) for part in (x, np.eye(classes)[dataset.y_train])]
+    cells = []
 
     def accuracy(epsilon: float, share: float, seed: int) -> float:
         ridge = objective.ridge_of(radius, classes, share * (1 - objective.OUTPUT) * epsilon)
-        theta = objective.fitted(x, labels, epsilon, 1e-5, radius, ridge, seed)
+        theta = objective.fitted(*records, epsilon, 1e-5, radius, ridge, seed)
         return float(((test @ theta).argmax(1) == dataset.y_test).mean())
 
     for epsilon in epsilons:
@@ -358,8 +359,8 @@ def measured(part: str, folder: Path, device: str, only: str | None) -> Iterator
                     few = RIVALS[method][::4]
                     yield rival_cells(dataset, name, trust, device, method, few, epsilons[:-1], setting)
     elif part == "objective":
-        for name in chosen(OBJECTIVE_DATA):
-            yield objective_cells(read(name, folder), name, EPSILONS)
+        for name in chosen(SHORT):
+            yield objective_cells(read(name, folder), name, device, EPSILONS)
     elif part == "corrections":
         for name, row in itertools.product(chosen(CORRECTED), CORRECTIONS):
             with corrected(*CORRECTIONS[row]):

@@ -35,6 +35,8 @@ import scipy.optimize
 import scipy.sparse.linalg
 import scipy.special
 import scipy.stats
+import torch
+from torch import Tensor
 
 from sordino.privacy.accounting import gaussian
 
@@ -82,44 +84,45 @@ def sigma_of(epsilon: float, delta: float, radius: float, classes: int, ridge: f
     return 2 * math.sqrt(2) * radius / a * (1 + 1e-6)
 
 
-def minimum(x: np.ndarray, labels: np.ndarray, ridge: float, B: np.ndarray, theta: np.ndarray) -> np.ndarray:
-    """Newton's method with conjugate gradients and backtracking, down to `TOLERANCE`; theta is where it starts."""
+def minimum(x: Tensor, labels: Tensor, ridge: float, B: Tensor) -> Tensor:
+    """Newton's method with conjugate gradients and backtracking from zero, down to `TOLERANCE`."""
+    theta = torch.zeros_like(B)
 
-    def value(theta: np.ndarray) -> float:
+    def value(theta: Tensor) -> float:
         z = x @ theta
-        fit = scipy.special.logsumexp(z, axis=1).sum() - (z * labels).sum()
+        fit = torch.logsumexp(z, 1).sum() - (z * labels).sum()
         return float(fit + ridge / 2 * (theta**2).sum() + (B * theta).sum())
 
     for _ in range(NEWTON_STEPS):
-        p = scipy.special.softmax(x @ theta, axis=1)
+        p = torch.softmax(x @ theta, 1)
         gradient = x.T @ (p - labels) + ridge * theta + B
-        if np.linalg.norm(gradient) <= TOLERANCE:
+        if gradient.norm() <= TOLERANCE:
             return theta
 
-        def curve(flat: np.ndarray, p: np.ndarray = p) -> np.ndarray:
-            direction = flat.reshape(B.shape)
+        def curve(flat: np.ndarray, p: Tensor = p) -> np.ndarray:
+            direction = torch.as_tensor(flat, device=x.device).reshape(B.shape)
             z = p * (x @ direction)
-            return np.ravel(x.T @ (z - p * z.sum(1, keepdims=True)) + ridge * direction)
+            found = x.T @ (z - p * z.sum(1, keepdim=True)) + ridge * direction
+            return found.flatten().numpy(force=True)
 
-        size = theta.size
-        hessian = scipy.sparse.linalg.LinearOperator((size, size), matvec=curve)
-        step = scipy.sparse.linalg.cg(hessian, -gradient.ravel(), rtol=1e-4, maxiter=300)[0].reshape(theta.shape)
-        scale, before = 1.0, value(theta)
-        while np.linalg.norm(gradient) > 1e-2 and value(theta + scale * step) > before and scale > 1e-6:
+        hessian = scipy.sparse.linalg.LinearOperator((B.numel(), B.numel()), matvec=curve, dtype=np.float64)
+        solved, _ = scipy.sparse.linalg.cg(hessian, -gradient.flatten().numpy(force=True), rtol=1e-4, maxiter=300)
+        step, scale, before = torch.as_tensor(solved, device=x.device).reshape(B.shape), 1.0, value(theta)
+        while gradient.norm() > 1e-2 and value(theta + scale * step) > before and scale > 1e-6:
             scale /= 2
         theta = theta + scale * step
     raise RuntimeError("the minimum was not found")
 
 
 def fitted(
-    x: np.ndarray, labels: np.ndarray, epsilon: float, delta: float, radius: float, ridge: float, seed: int
+    x: Tensor, labels: Tensor, epsilon: float, delta: float, radius: float, ridge: float, seed: int
 ) -> np.ndarray:
-    """The model of one draw. labels: one indicator column per class."""
+    """The model of one draw. labels: one indicator column per class, in float64 like x and on its device."""
     classes, rng = labels.shape[1], np.random.default_rng(seed)
-    if np.linalg.norm(x, axis=1).max() > radius * (1 + 1e-6):
+    if x.norm(dim=1).max() > radius * (1 + 1e-6):
         raise ValueError("a record is longer than the radius")
     sigma = sigma_of((1 - OUTPUT) * epsilon, (1 - OUTPUT) * delta, radius, classes, ridge)
     B = sigma * rng.normal(size=(x.shape[1], classes))
-    theta = minimum(x, labels, ridge, B, np.zeros(B.shape))
+    theta = minimum(x, labels, ridge, torch.as_tensor(B, device=x.device)).numpy(force=True)
     hidden = 2 * TOLERANCE / ridge / gaussian.mu(OUTPUT * epsilon, OUTPUT * delta)
     return theta + hidden * rng.normal(size=theta.shape)

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from tests.test_bench import loaded
 
@@ -81,14 +82,13 @@ def test_the_rank_bound_limits_the_determinants(objective):
 
 
 def test_the_minimum_is_one(objective):
-    rng = np.random.default_rng(1)
-    x, labels = rng.normal(size=(200, 4)), np.eye(3)[rng.integers(0, 3, 200)]
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    B = rng.normal(size=(4, 3))
-    theta = objective.minimum(x, labels, 2.0, B, np.zeros((4, 3)))
-    p = np.exp(x @ theta)
-    p /= p.sum(1, keepdims=True)
-    assert np.linalg.norm(x.T @ (p - labels) + 2.0 * theta + B) <= objective.TOLERANCE
+    torch.manual_seed(1)
+    x, labels = torch.randn(200, 4).double(), torch.eye(3).double()[torch.randint(3, (200,))]
+    x /= x.norm(dim=1, keepdim=True)
+    B = torch.randn(4, 3).double()
+    theta = objective.minimum(x, labels, 2.0, B)
+    gradient = x.T @ (torch.softmax(x @ theta, 1) - labels) + 2.0 * theta + B
+    assert gradient.norm() <= objective.TOLERANCE
     with pytest.raises(ValueError, match="longer than the radius"):
         objective.fitted(2 * x, labels, 1.0, 1e-5, 1.0, 100.0, 0)
     with pytest.raises(ValueError, match="leaves nothing"):
