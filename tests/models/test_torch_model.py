@@ -172,6 +172,22 @@ def test_a_record_that_is_not_finite_says_nothing(mode, bad):
     assert (have - flat.clipped_sum(theta, Shard(x[1:], y[1:], torch.ones(N - 1)), 0.5)).norm() < 1e6
 
 
+def test_dropout_before_parameters_that_start_at_zero_is_noticed():
+    """As in adapters. Its draws come from the run's own source only if the model says that it draws."""
+
+    def net(rate):
+        last = nn.Linear(30, 3)
+        nn.init.zeros_(last.weight)
+        return nn.Sequential(nn.Linear(6, 30), nn.Dropout(rate), last)
+
+    assert TorchModel(net(0.5)).random
+    assert not TorchModel(net(0.0)).random
+    records = Records.of(torch.randn(12, 6), np.arange(12) % 3, np.arange(12) % 2)
+    plan, flat = Plan(build("dp-fedgd"), 2, records.sizes, Privacy(4.0)), TorchModel(net(0.5))
+    first, second = (list(reference.run(plan, flat, records, Seeded(1))) for _ in range(2))
+    assert torch.equal(first[-1].model, second[-1].model)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_no_records(mode):
     flat = TorchModel(mlp(), mode=mode)

@@ -208,7 +208,7 @@ class Team:
         if getattr(model, "random", False):
             raise SordinoError(
                 f"distributed: {type(model).__name__} draws dropout, which would depend on the number of ranks; set "
-                f"dropout=0, or {remedy}."
+                f"dropout=0 (of adapters lora_dropout=0), or {remedy}."
             )
         held = [records.x, records.y, records.filled, records.weight] if isinstance(records, Records) else []
         network = getattr(model, "module", None)

@@ -47,7 +47,7 @@ class FlatModel(Protocol):
 class Probed(NamedTuple):
     """What two rows reveal about a module."""
 
-    random: bool  # two passes over the same rows differ, as with dropout
+    random: bool  # two passes over the same rows differ, as with dropout, wherever the parameters are
     outputs: int
     mode: str  # the fastest mode that fits
     held: int  # numbers per example in the gradients that two-pass stores
@@ -114,7 +114,23 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
     rest = 2 * sum(saved.values()) + wide[0]
-    return Probed(not torch.equal(*outs), outs[0].shape[1], mode, held[0], lasting[0], rest)
+    return Probed(not torch.equal(*outs) or _draws(model, x), outs[0].shape[1], mode, held[0], lasting[0], rest)
+
+
+def _draws(model: FlatModel, x: Tensor) -> bool:
+    """Whether two passes in training mode differ once the parameters have moved a little.
+
+    Where they begin, adapters are zero and hide their dropout."""
+    start = torch.cat([p.detach().flatten() for p in model.trained.values()])
+    params = model.split(_moved(start))
+    with torch.no_grad(), torch.random.fork_rng([start.device] if start.is_cuda else []):
+        outs = [model.objective.read(functional_call(model.module, params, (x,))) for _ in range(2)]
+    return not torch.equal(*outs)
+
+
+def _moved(theta: Tensor) -> Tensor:
+    """Parameters near theta: those that start at zero would hide the layers below them."""
+    return theta + 0.01 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).to(theta)
 
 
 def agrees(model: FlatModel) -> bool:
@@ -125,9 +141,7 @@ def agrees(model: FlatModel) -> bool:
             part.p = 0.0
         if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
             part.dropout = 0.0
-    theta = torch.cat([p.detach().flatten().double() for p in model.trained.values()])
-    # Moved a little, because parameters that start at zero would hide the layers below them.
-    theta += 0.01 * torch.randn(model.size, generator=torch.Generator().manual_seed(0)).to(theta)
+    theta = _moved(torch.cat([p.detach().flatten().double() for p in model.trained.values()]))
     params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
     x, objective = _rows_like(3, model.features).to(theta), model.objective
     y = objective.labels_of(torch.arange(3) % max(2, model.outputs), theta)
