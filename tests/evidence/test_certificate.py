@@ -318,8 +318,28 @@ def test_a_statement_tells_the_least_noise_where_it_differs():
     own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"]]
     assert max(own) > 1.1 * min(own)
     text = statement(cert)
-    assert f"at least {min(own):.4g} and at most {max(own):.4g} times" in text
+    assert f"at least {min(own):.4g} and at most {max(own):.4g} (certificate.json lists them)" in text
     assert verify(cert).problems == []
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+def test_a_statement_says_whose_noise_a_figure_is_and_what_it_is_for(trust):
+    """Clients that differ in epsilon: the ratio of noise and sensitivity is told for the least and most protected."""
+    names = ["Ulm", "Bonn", "Jena", "Köln"]
+    cert = made(plan_for(trust=trust, client_epsilon={1: 0.5}), names=names)
+    ratios = {g["clients"]: g["releases"][0]["std"] / g["releases"][0]["sensitivity"] for g in cert["groups"]}
+    least, most = min(ratios.values()), ratios["1"]
+    assert most > 2 * least
+    text = statement(cert)
+    seen = "message" if trust is Trust.UNTRUSTED_SERVER else "sum"
+    assert (
+        f"at least {least:.4g} (for clients 0, 2-3) and at most {most:.4g} (for client 1 (Bonn)) "
+        f"times the most by which one record that is replaced can change the {seen}."
+    ) in text
+    assert ("no client's protection rests on it" in text) is (trust is Trust.UNTRUSTED_SERVER)
+    site = statement(cert | {"site": {"name": "Bonn", "client": 1, "rounds": None}})
+    assert f"(at least {most:.4g} for this site)" in site
+    assert "protects" not in statement({**cert, "certified": False, "reasons": ["not proved"]}).split("How it was")[1]
 
 
 def test_a_signature_holds_for_these_very_numbers_and_this_key(tmp_path):

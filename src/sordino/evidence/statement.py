@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 from sordino.core import Adjacency, Clipping, Trust, Unit
-from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site
+from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site, numbers_of, ranges
 from sordino.evidence.signing import Signer, fingerprint, signed
 from sordino.privacy.accounting import normal
 from sordino.privacy.accounting.events import concentrated_guess
@@ -308,7 +308,7 @@ def _steps(cert: Mapping[str, Any]) -> list[str]:
     return [
         *([_added_up(person, cert["queries"])] if person else []),
         *bounds,
-        _noise(cert),
+        *_noise(cert),
         f"Clients in each round: {sampler['clients']}. {_of_each_client(cert)} in a round: {sampler['records']}. "
         f"Privacy gained by drawing at random (amplification by sampling): {sampler['amplification']}.",
         f"Source of the noise: {SOURCE.get(cert['noise_source'], cert['noise_source'])}.",
@@ -376,32 +376,98 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     return lines
 
 
-def _noise(cert: Mapping[str, Any]) -> str:
+def _noise(cert: Mapping[str, Any]) -> list[str]:
+    """How much noise each client added, and which noise protects a client's data."""
     if not cert["noise"]:
-        return "No noise was added."
-    kind = "Discrete Gaussian" if cert.get("secure") else "Gaussian"
-    clips = {query["query"]: query["clip"] for query in cert["queries"]}
-    own = [r["std"] / clips[r["query"]] for group in cert["groups"] for r in group["releases"] if clips[r["query"]]]
-    if cert["trust"] == Trust.UNTRUSTED_SERVER and len(clips) > 1 and max(own) > 1.001 * min(own):
-        return (
-            f"{kind} noise was added to each of them. For one client its standard deviation is at least {min(own):.4g} "
-            f"and at most {max(own):.4g} times that length; it differs by message and round (see certificate.json)."
+        return ["No noise was added."]
+    kind = "discrete Gaussian" if cert.get("secure") else "Gaussian"
+    clips = {query["query"]: query["clip"] for query in cert["queries"] if query["clip"]}
+    own = [
+        (std / clips[query], group)
+        for group in cert["groups"]
+        for query, stds in group["own_std"].items()
+        if query in clips
+        for std in (stds if isinstance(stds, list) else [stds])
+    ]
+    lines = [
+        f"Each client added {kind} noise to each of its messages. Its standard deviation is {_range(own, cert)} times "
+        "that length."
+    ]
+    if cert["certified"]:
+        lines.append(_protecting(cert))
+    if cert["certified"] and cert["trust"] == Trust.UNTRUSTED_SERVER and len(clips) == 1:
+        lines.append(
+            f"The noise of a round's participants adds up to {cert['noise']:.4g} times that length. This figure is for "
+            "the accuracy of the result: no client's protection rests on it."
         )
+    return lines
+
+
+def _protecting(cert: Mapping[str, Any]) -> str:
+    """Which noise hides a record, that of one message or that of the sum, and how large it is."""
+    ratios = [
+        (release["std"] / release["sensitivity"], group)
+        for group in cert["groups"]
+        for release in group["releases"]
+        if release["sensitivity"]
+    ]
+    if not ratios:
+        return "No message was sent, so that nothing has to be protected."
+    change = "joins or leaves" if cert["adjacency"] == Adjacency.ADD_REMOVE else "is replaced"
+    if cert["trust"] == Trust.UNTRUSTED_SERVER:
+        seen, reason = "message", "Others may read each message by itself, so that a client's own noise protects it."
+    elif cert["trust"] == Trust.TRUSTED_SERVER:
+        seen, reason = "sum", "Others see only models, so that the noise of a whole sum of messages protects all of them."
+    else:
+        seen, reason = "sum", "Others see only the sum of a round's messages, so that its noise protects all of them."
     return (
-        f"{kind} noise was added. Its standard deviation is {cert['client_noise']:.4g} times that length "
-        f"for the client with the most noise, and {cert['noise']:.4g} "
-        f"times for the sum over a round's participants{_counted_on(cert)}."
+        f"{reason}{_counted_on(cert)} The standard deviation of this noise is {_range(ratios, cert)} times the most by "
+        f"which one {cert['unit']} that {change} can change the {seen}{_ratio_of_site(ratios, cert)}. ε follows from "
+        "this ratio and the number of messages: the larger the ratio, the smaller ε."
     )
+
+
+Figures: TypeAlias = Sequence[tuple[float, Mapping[str, Any]]]
+
+
+def _range(figures: Figures, cert: Mapping[str, Any]) -> str:
+    """A figure of each group of clients: one number, or the least and the largest and whose they are."""
+    least, most = (f"{end(value for value, _ in figures):.4g}" for end in (min, max))
+    if least == most:
+        return least
+    lower, upper = (
+        {k for value, group in figures if f"{value:.4g}" == end for k in numbers_of(group["clients"], cert["clients"])}
+        for end in (least, most)
+    )
+    if lower & upper:
+        return f"at least {least} and at most {most} (certificate.json lists them)"
+    names = cert["client_names"]
+    return f"at least {least} (for {_clients(lower, names)}) and at most {most} (for {_clients(upper, names)})"
+
+
+def _ratio_of_site(ratios: Figures, cert: Mapping[str, Any]) -> str:
+    """The least ratio of the site that the certificate is of, if clients differ."""
+    if "client" not in (cert.get("site") or {}) or len(cert["groups"]) == 1:
+        return ""
+    own = group_of_site(cert)
+    least = min((ratio for ratio, group in ratios if group is own), default=None)
+    return "" if least is None else f" (at least {least:.4g} for this site)"
+
+
+def _clients(numbers: Collection[int], names: Sequence[str]) -> str:
+    """'client 1 (Bonn)' or 'clients 0, 2-3'."""
+    return _name(*numbers, names) if len(numbers) == 1 else f"clients {_short(ranges(sorted(numbers)))}"
 
 
 def _counted_on(cert: Mapping[str, Any]) -> str:
     secure = cert.get("secure")
-    if not secure:
+    if not secure or not (secure["dropouts"] or secure["colluders"]):
         return ""
-    return (
-        f". Only the noise of {secure['honest']} sites is counted, because {secure['dropouts']} may fail in any round "
-        f"and {secure['colluders']} may reveal their own noise to the server"
-    )
+    causes = [
+        *([f"up to {secure['dropouts']} may fail in any round"] if secure["dropouts"] else []),
+        *([f"up to {secure['colluders']} may reveal their own noise to the server"] if secure["colluders"] else []),
+    ]
+    return f" Only the noise of {secure['honest']} sites is counted, because {' and '.join(causes)}."
 
 
 def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
