@@ -19,8 +19,9 @@ from sordino.evidence.statement import RELEASED, statement
 from sordino.evidence.verify import NOT_SIGNED, verify
 from sordino.methods import build
 from sordino.privacy import calibration, spending
-from sordino.privacy.accounting import gaussian
+from sordino.privacy.accounting import gaussian, normal
 from sordino.privacy.mechanisms.laws import carries
+from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
@@ -340,6 +341,21 @@ def test_a_statement_says_whose_noise_a_figure_is_and_what_it_is_for(trust):
     site = statement(cert | {"site": {"name": "Bonn", "client": 1, "rounds": None}})
     assert f"(at least {most:.4g} for this site)" in site
     assert "protects" not in statement({**cert, "certified": False, "reasons": ["not proved"]}).split("How it was")[1]
+
+
+def test_a_statement_says_from_which_account_the_betting_chance_comes():
+    """Of the same promise: exact for real-valued noise, looser by concentrated DP for integers, and why."""
+    simulated = plan_for(trust="secure-aggregation", epsilon=8.0)
+    federated = made(replace(simulated, integers=Integers(4)))
+    assert made(simulated)["guess"] == pytest.approx(0.798, abs=1e-3)
+    assert federated["guess"] == pytest.approx(0.892, abs=1e-3)
+    assert "exact for Gaussian noise" in statement(made(simulated))
+    text = statement(federated)
+    exact = 100 * normal.upper_tail(-federated["mu"] / 2)
+    assert "by concentrated DP, because the noise consists of whole numbers" in text
+    assert f"known exactly: {exact:.3g} of 100 with this much noise" in text
+    batch = Plan(build("dp-fedgd"), 6, SIZES, Privacy(2.0), sampling="poisson:2")
+    assert "numerically from the Gaussian noise and from what was drawn" in statement(made(batch))
 
 
 def test_a_signature_holds_for_these_very_numbers_and_this_key(tmp_path):

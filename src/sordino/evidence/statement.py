@@ -11,7 +11,7 @@ from sordino.core import Adjacency, Clipping, Trust, Unit
 from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site, numbers_of, ranges
 from sordino.evidence.signing import Signer, fingerprint, signed
 from sordino.privacy.accounting import normal
-from sordino.privacy.accounting.events import concentrated_guess
+from sordino.privacy.accounting.events import Gaussian, concentrated_guess
 
 MOST_GROUPS = 20
 
@@ -254,7 +254,8 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
     )
     return f"""**As a bet.** Someone must guess which of two possibilities about a {subject} is true. Before they \
 see the model, both are equally likely: they are right in 50 of 100 cases. After they have seen everything that this \
-statement covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use.
+statement covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use. \
+{_betting_account(cert)}
 
 **As a number.** ε (epsilon) limits how much one {subject} can change the outcome: no outcome is more than \
 e^ε = {_factor(epsilon)} times as likely with one possibility as with the other. δ (delta) = {cert["delta"]:g} is, \
@@ -271,6 +272,23 @@ roughly, the probability that the limit does not hold. Smaller is better for bot
 | clients | {unit_plural(cert)} of each | ε |
 |---|---|---|
 {table}{_legend(names)}"""
+
+
+def _betting_account(cert: Mapping[str, Any]) -> str:
+    """From which account the chance of a right guess was computed, and why another run may state another one."""
+    releases = [release for group in cert["groups"] for release in group["releases"]]
+    sampled = any(release["rate"] < 1 for release in releases)
+    if any(release["mechanism"] != Gaussian.name for release in releases):
+        exact = "" if sampled else f": {_cases(100 * normal.upper_tail(-cert['mu'] / 2))} of 100 with this much noise"
+        return (
+            "This bound was computed by concentrated DP, because the noise consists of whole numbers, as secure "
+            "aggregation needs them. It is not tight. A simulation adds real-valued Gaussian noise, for which the "
+            f"chance is known exactly{exact}. So a simulation and a federation with the same ε may state different "
+            "chances. The difference is one of proofs: at the same ε, the federation does not add less noise."
+        )
+    if sampled:
+        return "This bound was computed numerically from the Gaussian noise and from what was drawn at random."
+    return "This bound is exact for Gaussian noise, from which it was computed."
 
 
 def _tier(epsilon: float) -> str:
@@ -417,7 +435,7 @@ def _protecting(cert: Mapping[str, Any]) -> str:
     if cert["trust"] == Trust.UNTRUSTED_SERVER:
         seen, reason = "message", "Others may read each message by itself, so that a client's own noise protects it."
     elif cert["trust"] == Trust.TRUSTED_SERVER:
-        seen, reason = "sum", "Others see only models, so that the noise of a whole sum of messages protects all of them."
+        seen, reason = "sum", "Others see only models, so that the noise of a whole sum of messages protects all."
     else:
         seen, reason = "sum", "Others see only the sum of a round's messages, so that its noise protects all of them."
     return (
@@ -456,7 +474,7 @@ def _ratio_of_site(ratios: Figures, cert: Mapping[str, Any]) -> str:
 
 def _clients(numbers: Collection[int], names: Sequence[str]) -> str:
     """'client 1 (Bonn)' or 'clients 0, 2-3'."""
-    return _name(*numbers, names) if len(numbers) == 1 else f"clients {_short(ranges(sorted(numbers)))}"
+    return _name(min(numbers), names) if len(numbers) == 1 else f"clients {_short(ranges(sorted(numbers)))}"
 
 
 def _counted_on(cert: Mapping[str, Any]) -> str:
