@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sordino.cli import main
+from sordino.cli.sweep import _tell
 from sordino.errors import SordinoError
 from sordino.privacy import calibration
 from sordino.privacy.accounting import selection
@@ -26,6 +27,18 @@ def made():
     runs = compare.lineup(who, BASE, [2.0, math.inf], [1, 2], compare.UNTOUCHED)
     pairs = [("dp-fedfc", "dp-fedgd")]
     return compare.document(runs, base=BASE, tuning=compare.UNTOUCHED, command="sordino compare", pairs=pairs)
+
+
+def test_a_sweep_prints_four_digits_of_a_proposal_and_keeps_all_in_the_command(capsys):
+    best = {"lr": 1.2345678901234567, "clip": 1.5}
+    row = {"setting": best, "mean": 0.9, "std": None}
+    told = {"search": "optuna", "metric": "accuracy", "varied": list(best), "rows": [row], "shown": 20, "best": best}
+    _tell({**told, "paid": "no", "command": f"sordino run --set lr={best['lr']}"}, None)
+    text = capsys.readouterr().out
+    assert "best: lr = 1.235, clip = 1.5" in text
+    assert "1.2345678901234567" in text.replace("\n", "").split("train it:")[1]
+    _tell({**told, "search": "grid", "paid": "no"}, None)
+    assert "best: lr = 1.2345678901234567" in capsys.readouterr().out
 
 
 def test_every_run_can_be_made_again_by_its_command(made, tmp_path, monkeypatch, capsys):

@@ -71,6 +71,20 @@ def storage(tmp_path, tables):
     return f"sqlite:///{tmp_path}/study.db"
 
 
+def test_progress_counts_the_trials_of_all_workers(storage):
+    """Another worker's trials and those of a study that is continued count too, so that the bar ends at the total."""
+    search("study", GRID, score, trials=3, storage=storage)
+    ticks = []
+
+    def shared(settings):
+        with _opened("study", storage) as study:  # another worker, while this one computes
+            study.tell(study.ask(), -1.0)
+        return score(settings)
+
+    found = search("study", GRID, shared, trials=5, storage=storage, at_once=1, stale_after=1.0, tick=ticks.append)
+    assert (ticks, found.complete) == ([3, 2], 5)
+
+
 @pytest.mark.soak
 def test_workers_that_start_at_once_share_the_trials(tmp_path):
     """On a new file, whose tables both create. Together they complete as many trials as one worker would."""

@@ -213,13 +213,17 @@ def _tell(results: dict[str, Any], out: Path | None) -> None:
     if "rows" in results:
         varied, metric = results["varied"], results["metric"]
         rows = [
-            [*(f"{row['setting'].get(key, '')}" for key in varied), written(metric, row["mean"], row["std"])]
+            [
+                *(_shown(row["setting"].get(key, ""), results) for key in varied),
+                written(metric, row["mean"], row["std"]),
+            ]
             for row in results["rows"][: results["shown"]]
         ]
         table([*varied, f"validation {NAMES[metric]}"], rows)
         if len(results["rows"]) > results["shown"]:
             page.print(f"… and {len(results['rows']) - results['shown']} more; --json or --out keeps all", markup=False)
-    page.print(f"best: {', '.join(f'{k} = {v}' for k, v in results['best'].items())}", markup=False)
+    best = ", ".join(f"{key} = {_shown(value, results)}" for key, value in results["best"].items())
+    page.print(f"best: {best}", markup=False)
     page.print(f"tuning: {results['paid']}", markup=False)
     if "certificate" in results:
         cert = results["certificate"]
@@ -229,3 +233,8 @@ def _tell(results: dict[str, Any], out: Path | None) -> None:
         page.print(f"train it: {results['command']}", markup=False)
     if out:
         page.print(f"written to {out}", markup=False)
+
+
+def _shown(value: Any, results: dict[str, Any]) -> str:
+    """A setting for people. Optuna proposes numbers with 16 digits; files and the command keep all of them."""
+    return f"{value:.4g}" if isinstance(value, float) and results["search"] == "optuna" else f"{value}"

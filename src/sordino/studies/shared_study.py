@@ -50,6 +50,7 @@ def search(
     storage: str | None = None,
     at_once: int = AT_ONCE,
     stale_after: float = STALE_AFTER,
+    tick: Callable[[int], None] = lambda trials: None,
 ) -> Found:
     """Take part in a study until it has its trials.
 
@@ -61,6 +62,8 @@ def search(
         storage: URL of a database; None keeps the study in memory.
         at_once: Trials that this worker takes at a time.
         stale_after: Seconds without a beat after which a trial has lost its worker.
+        tick: Called with the number of trials, of any worker, that were completed since it was called last; also with
+            those that the study had before.
 
     Returns:
         The best of all complete trials, the same for every worker.
@@ -82,7 +85,7 @@ def search(
             f"--stale-after: {stale_after:g} must lie in (0, {LONGEST_SILENCE}]; it is a number of seconds."
         )
     with _opened(name, storage) as study:
-        return _take_part(study, grid, score, trials, at_once, stale_after)
+        return _take_part(study, grid, score, trials, at_once, stale_after, tick)
 
 
 def _take_part(
@@ -92,10 +95,14 @@ def _take_part(
     trials: int,
     at_once: int,
     stale_after: float,
+    tick: Callable[[int], None],
 ) -> Found:
-    watch = _Watch(stale_after)
+    watch, told = _Watch(stale_after), 0
     while True:
         complete, running = _listed(study, "COMPLETE"), _listed(study, "RUNNING")
+        if len(complete) > told:
+            tick(len(complete) - told)
+            told = len(complete)
         if len(complete) >= trials:
             break
         lost = watch.lost(running)

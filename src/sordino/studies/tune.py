@@ -100,7 +100,7 @@ def tune(
         tune_round: The round whose metric decides (default: the last). The noise is always that of a whole run.
         extensions: How often a `grid` may be extended where its best value lies on an edge.
         device: `cpu` or `cuda`.
-        tick: Called with the number of runs that finished.
+        tick: Called with the number of runs that finished; those of Optuna include the trials of other workers.
 
     Returns:
         One result per case, in order.
@@ -198,11 +198,11 @@ def _optuna(
 ) -> Tuned:
     def score(settings: Sequence[dict[str, Any]]) -> list[float]:
         specs = [Spec.of({**case.values, **options}) for options in settings]
-        return [goodness(metric, value) for value in _scores(specs, dataset, metric, device, stop, tick)]
+        return [goodness(metric, value) for value in _scores(specs, dataset, metric, device, stop, lambda runs: None)]
 
     name = _study_name(case, dataset, metric, stop)
     found = shared_study.search(
-        name, case.grid, score, trials=trials, storage=storage, at_once=at_once, stale_after=stale_after
+        name, case.grid, score, trials=trials, storage=storage, at_once=at_once, stale_after=stale_after, tick=tick
     )
     return Tuned({**case.values, **found.options}, found.options, goodness(metric, found.value), found.complete)
 
