@@ -335,6 +335,7 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
         (["--out", "patients.csv/x"], "patients.csv' is a file, not a folder; name a folder"),
         (["none.csv"], "data: there is no file 'none.csv'"),
         (["d.json"], "spec: 'd.json' is a directory; name a TOML file"),
+        (["digits"], "spec: there is no file 'digits'; for the data set of this name write --data digits."),
         (["run"], "spec: 'run' is the folder of a run; continue it with --resume run"),
     ):
         assert call(capsys, "run", *words)[0] == 2

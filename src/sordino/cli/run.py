@@ -231,6 +231,10 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
             raise SordinoError(f"spec: '{path}' is the folder of a run; continue it with --resume {path}.")
         if set(map(str.lower, path.suffixes)) & set(DATA_SUFFIXES):
             values["data"] = str(path)
+        elif not path.exists() and _names_data(arguments.spec):
+            raise SordinoError(
+                f"spec: there is no file '{path}'; for the data set of this name write --data {arguments.spec}."
+            )
         else:
             values |= read_toml(path)
     typed: dict[str, Any] = {}
@@ -243,6 +247,14 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     if ":" in str(typed.get("model", "")):  # typed by the user; a file may not name code
         plugins.allow(str(typed["model"]))
     return values | typed
+
+
+def _names_data(word: str) -> bool:
+    """Whether `--data` knows this word as a data set."""
+    from sordino.data import catalog
+    from sordino.data.synthetic import BUILT_IN
+
+    return word.partition(":")[0] in BUILT_IN or word in catalog.NAMES
 
 
 def _train(prepared: Any, out: Path, team: Any) -> list[dict[str, Any]]:
