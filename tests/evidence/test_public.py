@@ -32,7 +32,7 @@ RUNS = {
     "statistics": ["--data", "FILE", "--label", "label", "--partition", "iid", "--public-stats", "STATS"],
     "side": ["--data", "FILE", "--label", "label", "--partition", "iid", "--set", "public=STATS", *ADADPS],
     "counts": ["--data", "FILE", "--label", "label", "--partition", "counts:SPLIT", "--set", "uncertified=true"],
-    "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid"],
+    "quantity": ["--data", "QUANTITY", "--label", "y", "--partition", "iid", "--participation", "fixed:1"],
     "seeded": ["--data", "FILE", "--label", "label", "--seed", "1", "--set", "client_epsilon={ 1 = 0.5 }"],
     "benchmark": ["--data", "digits", "--clients", "5"],
     "network": ["--data", "digits", "--clients", "5", "--model", "mlp", "--set", "clipping=automatic"],
@@ -134,6 +134,13 @@ def test_every_listed_field_occurs(done):
     assert named == set(RUN_KEYS), "a key of a run that has no reason, or a reason without a key"
     told = {field for _, document in done.values() for field in public.fields({**document, "spec": None})}
     assert told - {"spec"} == set(public.SUMMARY) - of_texts
+
+
+def test_only_a_client_that_was_never_drawn_may_have_no_releases(tmp_path):
+    for releases, problems in (([], []), ([1], ["certificate.json: groups[].releases"])):
+        (tmp_path / "certificate.json").write_text(json.dumps({"groups": [{"releases": releases}]}))
+        assert public.unlisted(tmp_path) == problems
+    assert list(public.fields({"queries": []})) == ["queries"], "no other field may be empty"
 
 
 def test_a_new_field_is_noticed(tmp_path):

@@ -22,6 +22,10 @@ TESTED = (
     "Computed from the noised model and from test records, which lie outside the guarantee: at client level they are "
     "those of clients held out as a whole."
 )
+NEVER_DRAWN = (
+    "A client that was never drawn released nothing. Who takes part follows from the public plan; where it is secret, "
+    "the certificate lists the same releases for all clients."
+)
 FROM_RELEASES = "A function of noised releases, which the account pays for."
 WORDS = "Words that follow from the settings."
 HASH = "Hash of a file that is public itself."
@@ -89,6 +93,7 @@ CERTIFICATE: Mapping[str, str] = {
     "groups[].epsilon": ACCOUNT,
     "groups[].own_std.*": ACCOUNT,
     "groups[].influence.*": PLAN,
+    "groups[].releases (none)": NEVER_DRAWN,
     "groups[].releases[].query": PLAN,
     "groups[].releases[].sensitivity": PLAN,
     "groups[].releases[].std": ACCOUNT,
@@ -383,6 +388,8 @@ def fields(document: Any, prefix: str = "") -> Iterator[str]:
             yield from fields(part, f"{prefix}[]")
     elif _keyed(prefix):
         yield f"{prefix}.*"  # empty, or absent
+    elif document == [] and prefix == "groups[].releases":
+        yield f"{prefix} (none)"
     else:
         yield prefix
 
