@@ -513,6 +513,20 @@ def test_a_paid_search_sees_no_test_record_and_hands_out_its_own_model(monkeypat
         assert not seen & {row.tobytes() for part in (dataset.x_train, dataset.x_test) for row in part}
 
 
+def test_searches_with_the_same_records_share_one_reading(monkeypatch):
+    """Three budgets and two seeds: each seed has its own split, so two readings; rows stay in order."""
+    who = compare.contestants(("dp-fedgd",), BASE)
+    searches = compare.paid_lineup(who, BASE, (1.0, 2.0, 4.0), [1, 2], "count")
+    read, ticks = [], []
+    monkeypatch.setattr(compare.ResolvedSpec, "read_data", lambda self: read.append(self.seed) or self.seed)
+    monkeypatch.setattr(compare, "_paid", lambda search, base, data, *_: {"values": search.values, "data": data})
+    filed = compare._all_paid(searches, "accuracy", "cpu", ticks.append)
+    assert read == [1, 2]
+    assert sum(ticks) == 6
+    assert [each["values"] for each in filed] == [search.values for search in searches]
+    assert [each["data"] for each in filed] == [search.values["seed"] for search in searches]
+
+
 def test_random_stopping_keeps_its_number_of_runs_out_of_a_comparison(tmp_path):
     made = tuned_within({**BASE, "trust": "trusted-server"}, "stopping", epsilons=(2.0,))
     for run in made["runs"]:

@@ -38,7 +38,7 @@ from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
 from sordino.training.evaluate import edges_of, in_units, predictions, task_of, task_of_data
 from sordino.training.metrics import NAMES, TASKS, Task, ranking_metric, score, task_of_classes
-from sordino.training.resolved import DataSource, resolve
+from sordino.training.resolved import DataSource, ResolvedSpec, resolve
 from sordino.training.spec import RUN_KEYS, Spec
 from sordino.version import __version__
 
@@ -377,10 +377,9 @@ def document(
         runs.append(_filed(entrant, spec, each, data, client, metric))
         if str(spec.seed) not in partition:
             partition[str(spec.seed)] = _held(data, client, each.plan.clients)
-    for search in paid:
+    for search, filed in zip(paid, _all_paid(paid, metric, device, tick), strict=True):
         above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
-        runs.insert(len(above) - above[::-1].index(True), _paid(search, metric, device))
-        tick(1)
+        runs.insert(len(above) - above[::-1].index(True), filed)
     assert read is not None
     rounds, first = max(len(each.scores) for each in trained), read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
@@ -477,14 +476,26 @@ def _filed(
     return filed if entrant.vary is None else {**filed, "vary": entrant.vary[0], "value": entrant.vary[1]}
 
 
-def _paid(search: PaidSearch, metric: str, device: str) -> dict[str, Any]:
+def _all_paid(paid: Sequence[PaidSearch], metric: str, device: str, tick: Tick) -> list[dict[str, Any]]:
+    """The chosen run of each search, in order. Searches with the same records share one reading of the file."""
+    bases = [resolve(Spec.of(search.values)) for search in paid]
+    filed: dict[int, dict[str, Any]] = {}
+    for first, base in enumerate(bases):
+        if first in filed:
+            continue
+        data = base.read_data()
+        for k in (k for k, other in enumerate(bases) if other.source == base.source):
+            filed[k] = _paid(paid[k], bases[k], data, metric, device)
+            tick(1)
+    return [filed[k] for k in range(len(paid))]
+
+
+def _paid(search: PaidSearch, base: ResolvedSpec, data: Dataset, metric: str, device: str) -> dict[str, Any]:
     """Search within the budget, and file the chosen run.
 
     The chosen run is repeated with its seed, which gives the same models, to test each of them on the test records. The
     search itself has seen no test record.
     """
-    base = resolve(Spec.of(search.values))
-    data = base.read_data()
     dataset = private_tuning.scoring(base, data, search.public)
     chosen = private_tuning.search(
         search.values, search.grid, dataset, search.how, metric=metric, runs=search.runs, device=device
