@@ -122,7 +122,7 @@ def _draws(model: FlatModel, x: Tensor) -> bool:
 
     Where they begin, adapters are zero and hide their dropout."""
     start = torch.cat([p.detach().flatten() for p in model.trained.values()])
-    params = model.split(_moved(start))
+    params = dict(model.split(_moved(start)))
     with torch.no_grad(), torch.random.fork_rng([start.device] if start.is_cuda else []):
         outs = [model.objective.read(functional_call(model.module, params, (x,))) for _ in range(2)]
     return not torch.equal(*outs)
