@@ -27,6 +27,7 @@ from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from sordino.privacy.releases import visible
 from sordino.studies import private_tuning
 from sordino.training import run as runs
 from sordino.training.spec import Spec
@@ -207,6 +208,25 @@ def test_many_unlike_clients_round_their_rates_up():
 
 
 # ----------------------------------------------------------------------------------------------------- who is hidden
+
+
+@pytest.mark.parametrize("trust", [Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION])
+def test_every_client_of_an_allocation_keeps_epsilon_by_its_own_minibatches(trust):
+    """Rates are rounded up, or clients compared in groups; an account of each client by itself holds. Mutant: less
+    noise."""
+    sizes = (40, 52, 65, 77, 90, 104, 130, 170, 260)
+    found = Plan(build("dp-fedgd"), 30, sizes, Privacy(2.0, delta=1e-5, trust=trust), sampling="allocation:4")
+    (noise,) = calibration.query_noises(found)
+    sensitivity, std = visible(found, noise)
+
+    def spent(i, part=1.0):
+        one = sensitivity[i] / std[i] / 2 / part
+        releases = [SampledGaussian(1 / (sizes[i] // 4), one, 30, Sampler.ALLOCATION)]
+        return subsampled.epsilon(releases, 1e-5, Adjacency.REPLACE_ONE)
+
+    by_client = [spent(i) for i in range(0, len(sizes), 2)]
+    assert max(by_client) <= 2.0
+    assert max(spent(i, 0.88) for i in (0, 8)) > 2.0
 
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])

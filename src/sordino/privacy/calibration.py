@@ -15,15 +15,16 @@ public divisor of its answers), so a record of client i moves the observed quant
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events
-from sordino.privacy.accounting.samplers import SampledGaussian
+from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -38,6 +39,7 @@ from sordino.privacy.releases import (
     sampled_terms,
 )
 
+GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
 
@@ -252,7 +254,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
     margin = 1.0
     if plan.only_sums_visible:
-        all_accounts, accounts = accounts, _largest(accounts, plan.sampling.kind == "allocation")
+        all_accounts, accounts = accounts, _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
         margin = 1 + ACCOUNT_MARGIN * (len(accounts) < len(all_accounts))
     factors = np.ones(len(accounts))
@@ -261,34 +263,84 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         from sordino.privacy.accounting import subsampled
 
         delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
-        most = 0.0
-        for n, (sampled, rest) in enumerate(parts):
-            epsilon = float(accounts[n, -1])
-            factors[n] = most
-            # Where only sums are visible, the largest factor counts: an account that it suffices for needs no search.
-            if not most or not subsampled.suffices(_with_noise(sampled, most), epsilon, delta, adjacency, rest / most):
-                factors[n] = subsampled.scale(sampled, epsilon, delta, adjacency, rest)
-            most = max(most, float(factors[n])) if plan.only_sums_visible else 0.0
-    if plan.only_sums_visible:
-        factors = np.full(1, factors.max() * margin)
+        needs = [SampledAccount(*part, float(row[-1])) for part, row in zip(parts, accounts, strict=True)]
+        factors = (
+            np.full(1, _largest_factor(needs, delta, adjacency) * margin)
+            if plan.only_sums_visible
+            else np.array(subsampled.scales(needs, delta, adjacency))
+        )
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
+
+
+def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> float:
+    """The largest factor that one of the accounts needs; one that a smaller factor suffices for needs no search.
+
+    If there are many, the one that should need most by the central limit comes first, and those that should need less
+    are compared in groups: what suffices for the largest numbers of a group suffices for its members.
+    """
+    from sordino.privacy.accounting import subsampled
+
+    limit = partial(subsampled.limit, delta=delta, adjacency=adjacency)
+    groups = [[account] for account in accounts]
+    largest = 0.0  # the limit of the first account, if there are many
+    if len(accounts) > subsampled.FEW:
+        limits = [limit(account) for account in accounts]
+        first, largest = int(np.argmax(limits)), max(limits)
+        others = [account for n, account in enumerate(accounts) if n != first]
+        groups = [[accounts[first]], *_grouped(others, lambda account: limit(account) < GROUPED * largest)]
+    most = 0.0
+    while groups:
+        group = groups.pop(0)
+        releases, mu, epsilon = together = _merged(group)
+        part = limit(together) / largest if largest else 0.0
+        scaled = _with_noise(releases, most) if most else []
+        if most and subsampled.suffices(scaled, epsilon, delta, adjacency, mu / most, expected=part):
+            continue
+        if len(group) > 1:
+            groups[:0] = [[account] for account in group]
+        else:
+            most = max(most, subsampled.scale(releases, epsilon, delta, adjacency, mu))
+    return most
+
+
+def _grouped(
+    accounts: Iterable[SampledAccount], together: Callable[[SampledAccount], bool]
+) -> list[list[SampledAccount]]:
+    """Groups of accounts with like rates, as large as their merged account allows."""
+    groups: list[list[SampledAccount]] = []
+    for account in sorted(accounts, key=lambda each: [release.rate for release in each.releases]):
+        samplers = [release.sampler for release in account.releases]
+        alike = groups and [release.sampler for release in groups[-1][0].releases] == samplers
+        if alike and together(_merged([*groups[-1], account])):
+            groups[-1] = [*groups[-1], account]
+        else:
+            groups.append([account])
+    return groups
+
+
+def _merged(accounts: Sequence[SampledAccount]) -> SampledAccount:
+    """The account with the largest numbers of these, whose releases have the same samplers. It costs no less than any
+    of them."""
+    releases = [
+        SampledGaussian(max(r.rate for r in kind), max(r.mu for r in kind), max(r.times for r in kind), kind[0].sampler)
+        for kind in zip(*(account.releases for account in accounts), strict=True)
+    ]
+    return SampledAccount(releases, max(a.gaussian_mu for a in accounts), min(a.epsilon for a in accounts))
 
 
 def _with_noise(sampled: Iterable[SampledGaussian], factor: float) -> list[SampledGaussian]:
     return [release._replace(mu=release.mu / factor) for release in sampled]
 
 
-def _largest(accounts: np.ndarray, allocation: bool) -> np.ndarray:
+def _largest(accounts: np.ndarray) -> np.ndarray:
     """The accounts without those that another one exceeds in every number; those need no more noise.
 
-    Epsilon grows with the ratio of sensitivity to noise, the number of releases and the rate of every query. Under
-    allocation only accounts with the same rate are compared.
+    Epsilon grows with the ratio of sensitivity to noise, the number of releases and the rate of every query
+    (docs/proofs.md, lemma 9; under allocation, "Fewer minibatches").
     """
     sensitivity, std, times, rate = (accounts[:, k:-1:4] for k in range(4))
     made = times > 0
     sizes = np.hstack([made * sensitivity / std, times, made * rate, 1 / accounts[:, -1:]])
-    if allocation:
-        sizes = np.hstack([sizes, made / rate])
     kept: list[int] = []
     for n in np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1)):
         if not (sizes[kept] >= sizes[n]).all(1).any():

@@ -6,6 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 
@@ -113,10 +114,17 @@ def _independent(uniforms: Secure, t: int, clients: int, rate: float) -> np.ndar
     """
     if rate == 1:
         return np.arange(clients)
-    high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
+    high, low = _bits(rate)
     words = uniforms.words(Address(0, t, 0), 2 * clients).reshape(clients, 2)
     first, second = words[:, 0], words[:, 1]
-    return np.flatnonzero((first < np.uint64(high)) | ((first == np.uint64(high)) & (second < np.uint64(low))))
+    return np.flatnonzero((first < high) | ((first == high) & (second < low)))
+
+
+@lru_cache(maxsize=16)
+def _bits(rate: float) -> tuple[np.uint64, np.uint64]:
+    """The first and the last 64 of the 128 bits of a rate below 1."""
+    high, low = divmod(int(Fraction(rate) * 2**128), 2**64)
+    return np.uint64(high), np.uint64(low)
 
 
 SAMPLING_FIELD = "batch (in a Plan: sampling)"  # its name in a spec and on the command line, and in Python

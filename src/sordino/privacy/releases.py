@@ -67,8 +67,9 @@ def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.n
     start = sum(plan.stage_rounds[:stage])
     table = np.zeros((plan.stage_rounds[stage], plan.clients), dtype=bool)
     stop = plan.rounds if done is None else done
-    for row, t in enumerate(range(start, min(start + len(table), stop))):
-        table[row, plan.cohorts[t]] = True
+    cohorts = plan.cohorts[start : min(start + len(table), stop)]
+    if cohorts:
+        table[np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts]), np.concatenate(cohorts)] = True
     return table
 
 
@@ -162,8 +163,10 @@ def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     if unbounded_sampling(plan):
         return np.ones(plan.clients)
     if query.kind in SAMPLED and plan.privacy.unit.sizes_public:
-        # Under allocation a rate decides where epochs end, so it is not rounded.
-        return plan.rates if plan.sampling.kind == Sampler.ALLOCATION else events.coarse(plan.rates)
+        # Under allocation a rate decides where epochs end: it must be that of some whole number of minibatches. Where
+        # only sums are visible, `calibration` compares the clients and needs no few rates.
+        allocation = plan.sampling.kind == Sampler.ALLOCATION
+        return plan.rates if allocation and plan.only_sums_visible else events.coarse(plan.rates, attained=allocation)
     return np.full(plan.clients, plan.participation.rate(plan.clients) if plan.amplified else 1.0)
 
 

@@ -143,6 +143,15 @@ def test_coarse_rates_are_few_and_never_too_small(rates):
     assert (found / rates <= (rates.max() / rates.min()) ** (1 / 8) * (1 + 1e-9)).all()
 
 
+def test_coarse_rates_of_an_allocation_are_those_of_some_client():
+    rates = 1 / np.arange(3, 90)
+    found = events.coarse(rates, attained=True)
+    assert set(found) <= set(rates)
+    assert len(set(found)) == 8
+    assert (rates <= found).all()
+    assert (found <= events.coarse(rates)).all()
+
+
 def test_rates_rounded_down_would_be_seen():
     rates = np.linspace(0.01, 0.5, 30)
     low, high = np.digitize(rates, np.unique(events.coarse(rates))), events.coarse(rates)

@@ -75,12 +75,16 @@ def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float)
       The pair.
     """
     if way == "remove":
-        h = SUM_WIDTH * math.sqrt(math.expm1(mu * mu))
-        top = math.exp(mu * (mu - float(scipy.special.ndtri(cut / 4))) - mu * mu / 2)
-        reach = rounds + 12 / SUM_WIDTH * h * math.sqrt(rounds) + 1.2 * top
+        h, top, reach = _sum_grid(rounds, mu, cut)
         if reach <= h * SUM_CELLS:
             return _from_sum(bins, rounds, mu, h, top, reach)
     return _from_profile(bins, rounds, mu, way, cut, spacing)
+
+
+def at_once(rounds: int, mu: float, cut: float) -> bool:
+    """Whether `law` computes the pair of a record that leaves without its divergences, which those that join need."""
+    h, _, reach = _sum_grid(rounds, mu, cut)
+    return reach <= h * SUM_CELLS
 
 
 def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
@@ -89,6 +93,13 @@ def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
 
 
 # ------------------------------------------------------------------------------------------------- all alphas at once
+
+
+def _sum_grid(rounds: int, mu: float, cut: float) -> tuple[float, float, float]:
+    """Width of a cell, where a term is cut, and where the sum ends."""
+    h = SUM_WIDTH * math.sqrt(math.expm1(mu * mu))
+    top = math.exp(mu * (mu - float(scipy.special.ndtri(cut / 4))) - mu * mu / 2)
+    return h, top, rounds + 12 / SUM_WIDTH * h * math.sqrt(rounds) + 1.2 * top
 
 
 def _from_sum(bins: int, rounds: int, mu: float, h: float, top: float, reach: float) -> Law:

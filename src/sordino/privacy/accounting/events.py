@@ -328,10 +328,23 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
     return sampled, gaussian.mu_of(factors)
 
 
-def coarse(rates: np.ndarray, most: int = 8) -> np.ndarray:
-    """Rates rounded up to a few values, so that many different clients need few accounts. A larger rate costs more."""
+def coarse(rates: np.ndarray, most: int = 8, *, attained: bool = False) -> np.ndarray:
+    """Rates rounded up to a few values, so that many different clients need few accounts. A larger rate costs more.
+
+    Args:
+      rates: one rate per client.
+      most: number of values.
+      attained: each value is the largest of the rates that are rounded to it.
+
+    Returns:
+      One rate per client, none below its own.
+    """
     if len(set(rates.tolist())) <= most:
         return rates
     edges = np.geomspace(rates.min(), rates.max(), most + 1)[1:]
     edges[-1] = rates.max()
-    return edges[np.minimum(np.searchsorted(edges, rates), most - 1)]
+    place = np.minimum(np.searchsorted(edges, rates), most - 1)
+    if attained:
+        edges = np.zeros(most)
+        np.maximum.at(edges, place, rates)
+    return np.asarray(edges[place])

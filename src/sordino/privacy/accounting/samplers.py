@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -37,3 +38,17 @@ class SampledGaussian(NamedTuple):
     def chance(self) -> float:
         """The chance of a record to be in one release, or in those of one epoch."""
         return min(1.0, self.rate * max(self.span, 1))
+
+
+class SampledAccount(NamedTuple):
+    """What one client releases, and the epsilon that it must keep.
+
+    Attributes:
+      releases: the sampled releases.
+      gaussian_mu: mu of a Gaussian-DP release beside them.
+      epsilon: the epsilon.
+    """
+
+    releases: Sequence[SampledGaussian]
+    gaussian_mu: float
+    epsilon: float

@@ -69,11 +69,12 @@ from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.lazy import scipy
 from sordino.privacy.accounting import allocation, double_double, gaussian
-from sordino.privacy.accounting.samplers import SampledGaussian, Sampler
+from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
 VERSION = 6  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
+COARSE = 20 * EXCESS  # the same of a coarse grid
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
 PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
 MOST_MU = 25.0  # of a shift: above it sampling helps too little to need a grid; no sampling is assumed
@@ -83,6 +84,8 @@ _UNIT = 2.0**-52
 _ROUNDING_SHARE = 1e-3
 _CUT = 1e-9  # share of delta for the losses beyond the grid
 EPOCH_SPACING = 0.15  # of the losses of an epoch, in standard deviations
+FEW = 3  # accounts that are searched one by one; more of them share what they find (`scales`)
+WIDE = 0.015  # tolerance of a search on coarse grids alone, for many accounts with epochs
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -146,7 +149,13 @@ def delta(releases: Iterable[SampledGaussian], epsilon: float, adjacency: Adjace
 
 
 def suffices(
-    releases: Iterable[SampledGaussian], epsilon: float, delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0
+    releases: Iterable[SampledGaussian],
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    gaussian_mu: float = 0.0,
+    *,
+    expected: float = 0.0,
 ) -> bool:
     """Whether all releases together are (epsilon, delta)-DP. Coarse grids, which are bounds too, often say so.
 
@@ -156,6 +165,8 @@ def suffices(
       delta: the delta.
       adjacency: which data sets are neighbours.
       gaussian_mu: mu of a Gaussian-DP release beside them.
+      expected: about the factor on every standard deviation that would be enough, or 0. If it is close to 1, the grid
+        that is too coarse to say so is not tried.
 
     Returns:
       Whether it is proved.
@@ -165,7 +176,8 @@ def suffices(
     """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     left = delta * (1 - _overflow(parts))
-    for grid in (200 * EXCESS, 20 * EXCESS) if parts and not _too_far(parts, adjacency) else ():
+    grids = (10 * COARSE, COARSE) if expected < 0.85 else (COARSE,)
+    for grid in grids if parts and not _too_far(parts, adjacency) else ():
         curves = (_curve(parts, mu, way, left, epsilon, grid=grid) for way in _ways(adjacency))
         if all(_epsilon_at(curve, left) < epsilon * (1 - 1e-3) for curve in curves):
             return True
@@ -180,6 +192,7 @@ def scale(
     gaussian_mu: float = 0.0,
     *,
     tolerance: float = 1e-3,
+    start: float = 0.0,
 ) -> float:
     """The factor on every standard deviation with which all releases together are (epsilon, delta)-DP.
 
@@ -191,7 +204,9 @@ def scale(
       delta: the delta.
       adjacency: which data sets are neighbours.
       gaussian_mu: mu of a Gaussian-DP release beside them; the factor applies to it too.
-      tolerance: the result exceeds the smallest factor by at most this share.
+      tolerance: the result exceeds the smallest factor by at most this share. From `WIDE` on, coarse grids are enough,
+        which add up to two percent.
+      start: where the search starts, as a multiple of the factor by the central limit; 0 if nothing is known.
 
     Returns:
       The factor; 0 if epsilon is infinite.
@@ -207,12 +222,59 @@ def scale(
     if not parts:
         return mu / allowed
     described = [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
-    key = json.dumps([VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance])
+    facts = [VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance]
+    key = json.dumps([*facts, start] if start else facts)
     factor = _stored(key)
     if factor is None:
-        factor = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance)
+        factor = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance, start)
         _store(key, factor)
     return factor
+
+
+def limit(account: SampledAccount, delta: float, adjacency: Adjacency) -> float:
+    """About the factor on every standard deviation that an account needs, by the central limit; not a bound.
+
+    Args:
+      account: the account.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+
+    Returns:
+      The factor.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
+    parts, mu = _fold(account.releases, adjacency, account.gaussian_mu)
+    allowed = gaussian.mu(account.epsilon, delta)
+    return _limit_guess(parts, mu, adjacency, allowed) if parts else mu / allowed
+
+
+def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
+    """As `scale`, of several accounts. If there are many, each search starts where the last one ended.
+
+    Many accounts with epochs are searched on coarse grids alone.
+
+    Args:
+      accounts: the accounts. Neighbours in this order should be alike.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+
+    Returns:
+      One factor per account. Each was itself evaluated.
+
+    Raises:
+      SordinoError: an argument is out of its range.
+    """
+    if len(accounts) <= FEW:
+        return [scale(each.releases, each.epsilon, delta, adjacency, each.gaussian_mu) for each in accounts]
+    factors, start = list[float](), 0.0
+    for account in accounts:
+        releases, gaussian_mu, epsilon = account
+        tolerance = WIDE if any(release.sampler is Sampler.ALLOCATION for release in releases) else 1e-3
+        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=tolerance, start=start))
+        start = round(factors[-1] / limit(account, delta, adjacency), 6) if releases and factors[-1] else start
+    return factors
 
 
 def multiplier(
@@ -376,9 +438,16 @@ def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjace
         return 0.0
     worst = 0.0
     for way in _ways(adjacency):
-        if worst < _most_loss(parts, mu, way):
+        if worst < _most_loss(parts, mu, way) and not _is_less(parts, mu, way, delta, worst):
             worst = max(worst, _refined(parts, mu, way, delta))
     return min(plain, worst, rare)
+
+
+def _is_less(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float, epsilon: float) -> bool:
+    """Whether a coarse grid shows that epochs reach no larger epsilon in this direction: then no fine one is needed."""
+    if not epsilon or math.isinf(epsilon) or not any(part.span for part in parts):
+        return False
+    return _one_grid(tuple(parts), mu, way, delta, epsilon, COARSE) <= epsilon
 
 
 def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
@@ -414,14 +483,23 @@ def _search(
     adjacency: Adjacency,
     allowed: float,
     tol: float,
+    start: float,
 ) -> float:
-    """Search the factor on coarse grids, then on fine ones. `_epsilon` evaluates the result in all directions."""
+    """Search the factor on coarse grids, then on fine ones. The result is evaluated in all directions.
+
+    With a wide tolerance there are coarse grids only. If the search starts near the result, it needs no coarse ones.
+    """
+    wide = tol >= WIDE
+    level = delta * (1 - _overflow(parts)) if wide else delta
 
     def excess(grid: float, s: float, near: bool) -> float:
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
-        if grid and not _too_far(scaled, adjacency):
-            curve = _curve(scaled, mu / s, _ways(adjacency)[0], delta, target if near else None, grid=grid)
-            reached = min(_epsilon_at(curve, delta), _rare(scaled, mu / s, delta))
+        known = not _too_far(scaled, adjacency)
+        if grid and known:
+            first = _one_grid(scaled, mu / s, _ways(adjacency)[0], level, target if near else None, grid)
+            reached = min(first, _rare(scaled, mu / s, level))
+        elif wide and known:
+            reached = _coarse_epsilon(scaled, mu / s, level, adjacency, target)
         else:
             reached = _epsilon(scaled, delta, adjacency, mu / s)
         return (
@@ -429,24 +507,55 @@ def _search(
         )  # the margin covers rounding of mu / s by the caller
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
-    factor = _limit_guess(parts, mu, adjacency, allowed, most)
+    factor = min(_limit_guess(parts, mu, adjacency, allowed) * (start or 1.0), most * (1 - 1e-6))
     slow, slope = any(part.span for part in parts), -2.0  # epochs take long, so the search takes a slope's word for it
-    for grid, close in ((20 * EXCESS, max(tol, 0.02)), (EXCESS, (0.9 if slow else 0.7) * tol)):
-        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, trusted=slow)
+    grids = [(COARSE, max(tol, 0.02)), (EXCESS, (0.9 if slow else 0.7) * tol)]
+    grids = [(COARSE, tol)] if wide else grids[1:] if start else grids
+    for grid, close in grids:
+        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, trusted=slow, near=start > 0)
     step = tol / 5
-    while (more := excess(0.0, factor, False)) > 0:
-        factor, step = factor * (1 + max(step, min(-more / slope, 0.05) if slow else 0.0)), 2 * step
+    while (more := excess(0.0, factor, True)) > 0:
+        factor, step = factor * (1 + max(step, min(-1.3 * more / slope, 0.05) if slow else 0.0)), 2 * step
     return factor
 
 
+def _coarse_epsilon(
+    parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float
+) -> float:
+    """As `_epsilon`, by one coarse grid per direction. What is below `near` counts as `near` or less."""
+    first, *others = (partial(_one_grid, parts, mu, way, delta, near) for way in _ways(adjacency))
+    worst = first(COARSE)
+    wider = any(part.span and allocation.at_once(part.span, part.mu, _epoch_cut(parts, delta)) for part in parts)
+    for other in others:
+        if not wider or other(3 * COARSE) > near:
+            worst = max(worst, other(COARSE))
+    return min(worst, _rare(parts, mu, delta))
+
+
+@lru_cache(maxsize=256)
+def _one_grid(
+    parts: tuple[SampledGaussian, ...], mu: float, way: str, delta: float, near: float | None, grid: float
+) -> float:
+    """An epsilon in one direction, by one grid."""
+    return _epsilon_at(_curve(parts, mu, way, delta, near, grid=grid), delta)
+
+
 def _bracket(
-    excess: Callable[[float, bool], float], guess: float, high: float, tol: float, slope: float, *, trusted: bool
+    excess: Callable[[float, bool], float],
+    guess: float,
+    high: float,
+    tol: float,
+    slope: float,
+    *,
+    trusted: bool,
+    near: bool = False,
 ) -> tuple[float, float]:
     """A scale without excess, next to one with excess, and the slope: secants of the excess as a function of log scale.
 
-    If the slope is trusted, a scale that is next to the root by the slope is enough.
+    If the slope is trusted, a scale that is next to the root by the slope is enough. If the guess is near, so is the
+    target.
     """
-    low, f = 0.0, 1.0
+    low, f = 0.0, 0.0 if near else 1.0
     nearest_two: list[tuple[float, float]] = []
     while high > low * (1 + tol):
         f = excess(guess, abs(f) < 0.3)
@@ -464,10 +573,9 @@ def _bracket(
     return high, slope
 
 
-def _limit_guess(
-    parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, allowed: float, high: float
-) -> float:
+def _limit_guess(parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, allowed: float) -> float:
     """The scale by the central limit (Bu et al. 2020): where the search starts. It is not a bound."""
+    high = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
     twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
 
     def chi_squared(part: SampledGaussian, s: float) -> float:
@@ -744,11 +852,15 @@ def _epoch(
 ) -> allocation.Law:
     """The pair of one epoch. Its losses are as far apart as those of all other epochs, so that all are as blurred."""
     epochs = [(p.times, allocation.loss_std(round(1 / p.rate), p.span, p.mu, way)) for p in parts if p.span]
-    n = sum(times for times, _ in epochs)
-    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / n)
-    cut = 10.0 ** math.floor(math.log10(1e-3 * delta / n))
+    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / sum(times for times, _ in epochs))
+    cut = _epoch_cut(parts, delta)
     spacing = EPOCH_SPACING * usual * min((grid / EXCESS) ** 0.4, 8.0)
     return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, spacing)
+
+
+def _epoch_cut(parts: Sequence[SampledGaussian], delta: float) -> float:
+    """The probability of each epoch that may be counted as an infinite loss."""
+    return float(10.0 ** math.floor(math.log10(1e-3 * delta / sum(part.times for part in parts if part.span))))
 
 
 def _epoch_moments(law: allocation.Law) -> tuple[Array, Array]:
