@@ -233,6 +233,8 @@ class Model(Protocol):
 
     # A model that serves other laws of clipping than flat has a method check_clipping(clipping), which refuses what it
     # does not serve, and takes clipped_sum(…, clipping=…).
+    # One whose terms may be blends of two gradients says so by `serves_blends = True`, and takes
+    # clipped_sum(…, blend=Blend(…)).
     # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
@@ -556,6 +558,19 @@ class Broadcast(NamedTuple, Generic[ExtrasT]):
     extras: ExtrasT = ()  # type: ignore[assignment]
 
 
+class Blend(NamedTuple):
+    """A second point at which a gradient is taken. Each record's term is a sum of two gradients, clipped as one vector:
+    weights[0] times that at the first point plus weights[1] times that at `theta`.
+
+    Attributes:
+        theta: The second point, of the shape of the first.
+        weights: Of the first point, and of this one; public numbers of any sign.
+    """
+
+    theta: Tensor
+    weights: tuple[float, float]
+
+
 class Ask(Protocol):
     """The only way from a local rule to its data. Answers come divided by `records`, a public number."""
 
@@ -565,10 +580,16 @@ class Ask(Protocol):
     def facts(self) -> Facts: ...
 
     def gradient(
-        self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None, part: Tensor | None = None
+        self,
+        theta: Tensor,
+        on: Batch | None = None,
+        scale: Tensor | None = None,
+        part: Tensor | None = None,
+        blend: Blend | None = None,
     ) -> Tensor:
         """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records.
 
+        `blend` adds a second gradient to each record's, and `scale` multiplies the sum entry by entry, before the clip.
         With `part`, numbers of entries of theta, only these entries of a record's gradient are clipped, noised and
         answered, in this order.
         """

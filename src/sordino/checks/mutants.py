@@ -13,7 +13,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.contracts import greedy
 from sordino.checks.fixtures import Through
-from sordino.core import Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
+from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.tree import tree_map
 
 SUMS = (
@@ -72,6 +72,30 @@ def weighed_records(model: Any) -> Any:
     return careless(model, total)
 
 
+def clips_each_gradient(method: Method, model: Any) -> tuple[Method, Any]:
+    """Of a blend, each of the two weighted gradients is clipped by itself; their sum may be two clips long."""
+
+    def total(
+        name: str,
+        inner: Callable[..., Tensor],
+        theta: Tensor,
+        shard: Shard,
+        clip: float,
+        *scale: Tensor,
+        blend: Blend | None = None,
+        **how: Any,
+    ) -> Tensor:
+        if blend is None:
+            return inner(theta, shard, clip, *scale, **how)
+        points = zip((theta, blend.theta), blend.weights, strict=True)
+        return sum(
+            (inner(at, shard, clip, *scale, blend=Blend(at, (weight, 0.0)), **how) for at, weight in points),
+            start=torch.zeros(()),
+        )
+
+    return method, Through(model, ("clipped_sum",), total)
+
+
 def clips_every_layer_to_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
     """Every layer has the whole clip as its bound, so that the squares of L bounds add up to L clip^2."""
     layers = len(model.layers)
@@ -101,7 +125,7 @@ def sends_the_frozen_factor(method: Method, model: Any) -> tuple[Method, Any]:
     def change(stage: Stage) -> Stage:
         parts: list[Tensor] = []
 
-        def whole(name: str, inner: Callable[..., Tensor], theta: Tensor, *args: Any) -> Tensor:
+        def whole(name: str, inner: Callable[..., Tensor], theta: Tensor, *args: Any, **how: Any) -> Tensor:
             parts[:] = [args[-1]]
             return inner(theta, scale=torch.zeros_like(theta).index_fill(-1, args[-1], 1.0))
 
@@ -282,6 +306,7 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
         allows_a_clip_per_record,
         counted_twice,
         weighted_by_a_feature,
+        clips_each_gradient,
     ),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more,),
@@ -294,6 +319,7 @@ OF_CLIPPINGS: dict[str, Callable[[Method, Any], tuple[Method, Any]]] = {
     "per-layer": clips_every_layer_to_the_clip,
     "automatic": normalises_by_the_last_layer,
 }
+BLENDING = ("dp-disk",)  # methods whose terms are sums of two gradients
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
 SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped
@@ -308,6 +334,8 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.CLIENT
     if mutant in OF_PERSONS and method.unit is not Unit.PERSON:
+        return False
+    if mutant is clips_each_gradient and method.name not in BLENDING:
         return False
     if mutant not in MUTANTS["sensitivity"]:
         return True

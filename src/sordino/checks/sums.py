@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Adjacency, Shard
+from sordino.core import Adjacency, Blend, Shard
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
@@ -58,6 +58,8 @@ def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool,
     yield "logistic gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP)
     yield "softmax gradient", False, lambda shard: softmax.clipped_sum(four, shard, SUM_CLIP)
     yield "scaled gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP, torch.ones_like(two))
+    blend = Blend(two, (-0.5, 1.5))
+    yield "blended gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP, blend=blend)
     yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, SUM_CLIP)[0]
     yield "gradient of persons", False, lambda shard: logistic.clipped_sum(two, repeated(shard), SUM_CLIP)
     yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP)
@@ -174,14 +176,14 @@ class OneAccumulator:
         self._model = model
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
-        def total(*arguments: Any) -> Tensor:
+        def total(*arguments: Any, **how: Any) -> Tensor:
             at = next(k for k, part in enumerate(arguments) if isinstance(part, Shard))
             shard = arguments[at]
             per_person = shard.per_person
             x, y, mask = (t.reshape(-1, per_person, *t.shape[1:]) for t in shard[:3])
             one = Shard(x, y, mask, None, per_person)  # one client per record, or per person
             parts = [part.unsqueeze(-2) if isinstance(part, Tensor) and part.dim() > 1 else part for part in arguments]
-            each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :]).float()
+            each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :], **how).float()
             axis = each.dim() - (1 if name in ("clipped_sum", "leaves_sum") else 2) - 1
             path = np.cumsum(each.cpu().numpy(), axis, dtype=np.float32)  # torch would keep a float64 accumulator
             return torch.from_numpy(path.take(-1, axis))

@@ -17,7 +17,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import FLAT_CLIPPING, SAFETY, SAMPLED, Batch, Correlated, Facts, Kind, Query, Shard, Stage, Tree
+from sordino.core import (
+    FLAT_CLIPPING,
+    SAFETY,
+    SAMPLED,
+    Batch,
+    Blend,
+    Correlated,
+    Facts,
+    Kind,
+    Query,
+    Shard,
+    Stage,
+    Tree,
+)
 from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
@@ -74,9 +87,18 @@ def clipped(message: Tensor, clip: float) -> Tensor:
     return torch.where(torch.isfinite(norm), message, 0.0)
 
 
-def gradient_sum(model: Any, query: Query, theta: Tensor, shard: Shard, *scale: Tensor) -> Tensor:
+def gradient_sum(
+    model: Any, query: Query, theta: Tensor, shard: Shard, *scale: Tensor, blend: Blend | None = None
+) -> Tensor:
     """The clipped sum that a GRADIENT query asks for. Only models that serve another law of clipping are told of it."""
-    how = {} if query.clipping == FLAT_CLIPPING else {"clipping": query.clipping}
+    how: dict[str, Any] = {} if query.clipping == FLAT_CLIPPING else {"clipping": query.clipping}
+    if blend is not None:
+        if not getattr(model, "serves_blends", False):
+            raise SordinoError(
+                "model: its terms are of one gradient each, and the method asks for two gradients in one term; use a "
+                "linear model, a network, or a method such as dp-fedadam."
+            )
+        how["blend"] = blend
     total: Tensor = model.clipped_sum(theta, shard, query.clip, *scale, **how)
     return total
 
@@ -153,13 +175,22 @@ class Oracle:
         self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
 
     def gradient(
-        self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None, part: Tensor | None = None
+        self,
+        theta: Tensor,
+        on: Batch | None = None,
+        scale: Tensor | None = None,
+        part: Tensor | None = None,
+        blend: Blend | None = None,
     ) -> Tensor:
         """The clipped, noised mean gradient at theta; see `Ask.gradient`.
 
         Entries outside of a `part` are multiplied by 0 before the clip, so a term within the clip loses nothing by
         leaving them out: its sensitivity is that of the clip, and no noise is drawn for them.
         """
+        if blend is not None and blend.theta.shape != theta.shape:
+            raise SordinoError(
+                f"blend: its theta has shape {tuple(blend.theta.shape)}, and must have {tuple(theta.shape)}."
+            )
         if part is not None:
             inside = torch.zeros_like(theta).index_fill(-1, part, 1.0)
             scale = inside if scale is None else inside * scale
@@ -177,7 +208,7 @@ class Oracle:
         batch = self._batches[number]
 
         def total(clip: float) -> Tensor:
-            whole = gradient_sum(self._model, query, theta, batch, *rest)
+            whole = gradient_sum(self._model, query, theta, batch, *rest, blend=blend)
             return whole if part is None else whole.index_select(-1, part)
 
         return self._answer(Kind.GRADIENT, 1, total)

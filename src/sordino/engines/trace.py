@@ -29,8 +29,8 @@ class _GradientProbe:
         self._theta, self._asked = theta, False
         self.answer = torch.zeros_like(theta)
 
-    def gradient(self, theta: Tensor, on: Any = None, scale: Any = None, part: Any = None) -> Tensor:
-        if theta is not self._theta or self._asked or any(each is not None for each in (on, scale, part)):
+    def gradient(self, theta: Tensor, on: Any = None, scale: Any = None, part: Any = None, blend: Any = None) -> Tensor:
+        if theta is not self._theta or self._asked or any(each is not None for each in (on, scale, part, blend)):
             raise _AsksMoreError
         self._asked = True
         return self.answer

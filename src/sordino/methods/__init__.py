@@ -18,6 +18,7 @@ from sordino.methods.auto import auto
 from sordino.methods.boost import boost
 from sordino.methods.bounds import Bound, declare
 from sordino.methods.covariance import dp_fednew_fc, fedfc
+from sordino.methods.disk import disk
 from sordino.methods.fedavg import fedavg, fedavg_ls
 from sordino.methods.fedgd import fedgd
 from sordino.methods.fednew import dp_fednew, fednew
@@ -134,6 +135,12 @@ REGISTRY: dict[str, MethodEntry] = {
         "Tang et al. 2024 (arXiv 2312.14334)",
         batch=MOMENTS[:3],
         bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 floor decay tail"),
+    ),
+    "dp-disk": MethodEntry(
+        disk,
+        "adaptive server",
+        "Zhang et al. 2025 (arXiv 2410.03883)",
+        bounds=declare(clips="clip", step_sizes="lr", weights="kappa gamma beta1 beta2 tau tail", choices="optimizer"),
     ),
     "dp-fedavg": MethodEntry(
         fedavg,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import cast
 
-from sordino.core import Ask, Batch, Broadcast, Facts, Kind, Local, Tree
+from sordino.core import Ask, Batch, Blend, Broadcast, Facts, Kind, Local, Tree
 from sordino.lazy import Tensor, torch
 from sordino.rules.adapters import facts_without, pieces, table, without
 
@@ -21,9 +21,12 @@ class PartAsk:
     def facts(self) -> Facts:
         return facts_without(self._ask.facts, self._frozen)
 
-    def gradient(self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None) -> Tensor:
+    def gradient(
+        self, theta: Tensor, on: Batch | None = None, scale: Tensor | None = None, blend: Blend | None = None
+    ) -> Tensor:
         scale = None if scale is None else self._put(torch.zeros_like(self._theta), scale)
-        return self._ask.gradient(self._put(self._theta, theta), on, scale, self._part)
+        blend = None if blend is None else blend._replace(theta=self._put(self._theta, blend.theta))
+        return self._ask.gradient(self._put(self._theta, theta), on, scale, self._part, blend=blend)
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
         scale = self._put(torch.zeros_like(self._theta), scale)

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import CALIBRATION_LEVEL, MOST_LOG_ODDS, SAFETY, Shard
+from sordino.core import CALIBRATION_LEVEL, MOST_LOG_ODDS, SAFETY, Blend, Shard
 from sordino.errors import SordinoError
 from sordino.models import kernel, softmax_batched
 from sordino.models.arithmetic import exact_arithmetic, product_rows
@@ -88,6 +88,7 @@ class Linear:
     cap: float = 10.0
 
     serves_persons: ClassVar[bool] = True
+    serves_blends: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         weights = self.class_weights
@@ -156,18 +157,25 @@ class Linear:
         return torch.cat([1 - p, p], -1)
 
     @exact_arithmetic()
-    def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
+    def clipped_sum(
+        self,
+        theta: Tensor,
+        shard: Shard,
+        clip: float,
+        scale: Tensor | None = None,
+        blend: Blend | None = None,
+    ) -> Tensor:
         """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
 
         The factor is computed from the residual that is used, so the bound holds for any rounding of the softmax. A
-        record whose gradient is not finite contributes zero.
+        record whose gradient is not finite contributes zero. A gradient is features times residual, so that of a
+        `blend` is features times the weighted sum of two residuals.
         """
         theta, bound = theta.to(shard.x), clip * (1 - SAFETY)
         if shard.per_person > 1:
-            return self._clipped_persons(theta, shard, bound, scale)
-        if (
-            scale is None and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain
-        ):  # runs over the same records
+            return self._clipped_persons(theta, shard, bound, scale, blend)
+        plain = scale is None and blend is None
+        if plain and theta.dim() == shard.x.dim() > shard.mask.dim() and self.plain:  # runs over the same records
             if theta.device.type == "cpu":  # the kernel is faster, run by run, than wide products
                 return torch.stack([self.clipped_sum(run, shard, clip) for run in theta])
             return softmax_batched.clipped_sums(theta, shard, self._length(shard), bound, self.outputs)
@@ -188,13 +196,13 @@ class Linear:
                 cap=self.cap,
             )
 
-        if scale is None and kernel.takes(shard.x):
+        if plain and kernel.takes(shard.x):
             rows = kernel.MOST_SLICES * product_rows(shard.x.shape[-2], KERNEL_CHUNK_RECORDS)
             if (total := sum_over(shard, compiled, rows)) is not None:
                 return total
 
         def part_sum(part: Shard) -> Tensor:
-            x, residual, length = self._finite(theta, part)
+            x, residual, length = self._finite(theta, part, blend)
             factor = self._weighed(self._factor(residual, x, length, bound, scale) * part.mask, part)
             residual = residual * factor.unsqueeze(-1)
             return self._pull(x, residual)
@@ -399,7 +407,9 @@ class Linear:
         weight = theta[..., :n].reshape(*theta.shape[:-1], self.features, self.outputs)
         return weight, theta[..., n:] if self.bias else None
 
-    def _clipped_persons(self, theta: Tensor, shard: Shard, bound: float, scale: Tensor | None) -> Tensor:
+    def _clipped_persons(
+        self, theta: Tensor, shard: Shard, bound: float, scale: Tensor | None, blend: Blend | None = None
+    ) -> Tensor:
         """The sum of persons' gradients (times `scale`), each clipped to norm `bound`.
 
         Every person's gradient is built, in float64, and its norm is that of the very numbers that are added. So terms
@@ -409,7 +419,7 @@ class Linear:
         scale = None if scale is None else usable(scale).double().unsqueeze(-2)
 
         def part_sum(part: Shard) -> Tensor:
-            x, residual, _ = self._finite(theta, part)
+            x, residual, _ = self._finite(theta, part, blend)
             g = self._person_gradients(x, residual, part)
             g = g if scale is None else g * scale
             norm = torch.linalg.vector_norm(g, dim=-1)
@@ -451,8 +461,9 @@ class Linear:
         width = lead * (self.features + self.outputs)
         return product_rows(shard.x.shape[-2], max(MATRIX_CHUNK_RECORDS, PRODUCT_CHUNK_NUMBERS // width))
 
-    def _finite(self, theta: Tensor, part: Shard) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, residuals and lengths; all are zero for a record with numbers that are not finite.
+    def _finite(self, theta: Tensor, part: Shard, blend: Blend | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, residuals (of a blend, their weighted sum) and lengths; all are zero for a record with numbers that
+        are not finite.
 
         Each record is decided on its own, and all records are computed in the same way. Otherwise one record could
         change how the others are rounded, and with a small clip rounding is as large as the clip.
@@ -460,7 +471,11 @@ class Linear:
         length = self._length(part)
         fine = (length >= MIN_NORM) & (length < math.inf)  # false for NaN
         x = torch.where(fine.unsqueeze(-1), part.x, 0.0)
-        residual = self._residual(theta, part._replace(x=x), torch.where(fine, length, 1.0))
+        rows, known = part._replace(x=x), torch.where(fine, length, 1.0)
+        residual = self._residual(theta, rows, known)
+        if blend is not None:
+            here, there = blend.weights
+            residual = here * residual + there * self._residual(blend.theta.to(theta), rows, known)
         size = residual.abs()
         fine = fine & (size < math.inf).all(-1)
         keep = fine.unsqueeze(-1) & (size >= MIN_NORM)

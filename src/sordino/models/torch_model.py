@@ -16,7 +16,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import threshold
 
-from sordino.core import FLAT_CLIPPING, SAFETY, Clipping, Shard
+from sordino.core import FLAT_CLIPPING, SAFETY, Blend, Clipping, Shard
 from sordino.errors import SordinoError, check_known
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
@@ -104,6 +104,7 @@ class TorchModel:
     """
 
     serves_persons = True
+    serves_blends = True
 
     def __init__(
         self,
@@ -266,6 +267,7 @@ class TorchModel:
         clip: float,
         scale: Tensor | None = None,
         clipping: Clipping = FLAT_CLIPPING,
+        blend: Blend | None = None,
     ) -> Tensor:
         """The sum of gradients (times `scale`), each clipped to norm `clip`: one record moves it by at most `clip`.
 
@@ -275,6 +277,7 @@ class TorchModel:
           clip: bound on the norm of one record's gradient.
           scale: a factor per parameter, applied before the clip.
           clipping: how a gradient is brought within the clip.
+          blend: a second point, whose gradient is added to a record's before the clip.
 
         Returns:
           The sum in float64.
@@ -284,9 +287,9 @@ class TorchModel:
         x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
         with exact_arithmetic(theta.device):
-            if self._graphs is not None and theta.is_cuda and shard.per_person == 1:
+            if self._graphs is not None and theta.is_cuda and shard.per_person == 1 and blend is None:
                 return self._graphs(self._sum, (theta, x, y, mask, scale), clip, clipping)
-            return self._sum(theta, x, y, mask, scale, clip, clipping, per_person=shard.per_person)
+            return self._sum(theta, x, y, mask, scale, clip, clipping, per_person=shard.per_person, blend=blend)
 
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
@@ -332,15 +335,20 @@ class TorchModel:
         clipping: Clipping = FLAT_CLIPPING,
         count: bool = False,
         per_person: int = 1,
+        blend: Blend | None = None,
     ) -> Tensor:
         lead, theta, x, y, mask, scale = _spread(theta, x, y, mask, scale)
         groups, n, apart = len(x), x.shape[1], len(theta) > 1
+        if blend is not None:
+            other = blend.theta.to(theta)
+            blend = blend._replace(theta=(other.expand(*lead, -1) if apart else other).reshape_as(theta))
         # Small groups use torch.func, because launching kernels would cost more than computing.
         mode = (
             "vmap" if apart and n <= self.vmap_records * (ACCELERATOR_CHUNK_FACTOR if x.is_cuda else 1) else self.mode
         )
-        # A scale per entry and the mean over a person's records need the gradients themselves.
-        mode = "tape" if mode == "two-pass" and (scale is not None or per_person > 1) else mode
+        # A scale per entry, the mean over a person's records and a blend need the gradients themselves.
+        explicit = scale is not None or per_person > 1 or blend is not None
+        mode = "tape" if mode == "two-pass" and explicit else mode
         # All groups go through one pass with one theta, with layers that take several thetas, or with torch.func.
         together = self.grouped or mode == "vmap" or (mode == "tape" and not apart)
         most = self._rows(theta, mode)
@@ -355,7 +363,8 @@ class TorchModel:
         def add(k: slice, into: Callable[[], Tensor], j: slice) -> None:
             rows = Shard(x[k, j], y[k, j], mask[k, j], None, per_person)
             each = None if scale is None else scale[k]
-            self._add(mode, into, theta[k] if apart else theta, rows, clip, clipping, each, count, j.start == 0)
+            other = blend._replace(theta=blend.theta[k]) if blend is not None and apart else blend
+            self._add(mode, into, theta[k] if apart else theta, rows, clip, clipping, each, count, j.start == 0, other)
 
         for k in parts(groups, most if together else 1):
             step = max(1, most // len(x[k]))
@@ -374,6 +383,7 @@ class TorchModel:
         scale: Tensor | None,
         count: bool = False,
         fresh: bool = False,
+        blend: Blend | None = None,
     ) -> None:
         """Add the clipped gradients of groups x records, which fit into memory, to the total of each group.
 
@@ -385,7 +395,9 @@ class TorchModel:
         lean = half and layer_of is None  # gathered gradients have one norm
         squares = torch.zeros(len(self.layers) if layer_of else 1, groups * n, dtype=torch.float64, device=x.device)
         blocks: list[Block] = []
-        if mode == "vmap":
+        if blend is not None:
+            gradients = self._blended(mode, theta, blend, x, y)
+        elif mode == "vmap":
             gradients = self._by_vmap(theta, x, y)
         else:
             here, room = self._on(theta, training=self._train), dict[str, Tensor]()
@@ -492,6 +504,25 @@ class TorchModel:
         else:
             gradients = vmap(each, (0, 0, 0), randomness="different")(self.split(theta), x, y)
         return gradients
+
+    def _blended(self, mode: str, theta: Tensor, blend: Blend, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        """The weighted sum of every record's gradients at two points."""
+
+        def gradients(at: Tensor) -> dict[str, Tensor]:
+            if mode == "vmap":
+                return self._by_vmap(at, x, y)
+            here, params = self._on(at, training=self._train), self.split(at[0] if len(at) == 1 else at)
+            _, parts, later = per_example.norms_first(
+                *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
+                apart=per_example.never,
+            )
+            assert not later  # every gradient is stored: it is measured after both are added
+            return parts
+
+        if self.autocast is not None:
+            raise SordinoError("dtype: the sum of gradients at two points is computed in float32; leave dtype out.")
+        (here, there), first, second = blend.weights, gradients(theta), gradients(blend.theta)
+        return {name: here * part.to(theta) + there * second[name].to(theta) for name, part in first.items()}
 
     def _outputs(self, theta: Tensor, rows: Tensor) -> Any:
         with self.cast(theta):
