@@ -154,6 +154,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
         ([], "sordino: COMMAND is missing; see sordino --help"),
+        (["budget", "--limit", "-1", "--runs", "2"], "--limit: -1 must be an epsilon of at least 0"),
         (["budget", "--limit", "3"], "budget: give one of --runs, --shares"),
         (["budget", "--runs", "2"], "--limit: give the epsilon over all runs, or a --ledger that has a limit"),
         (["budget", "--limit", "3", "--runs", "0"], "--runs: 0 must lie in [1, 1000]"),

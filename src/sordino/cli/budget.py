@@ -81,6 +81,8 @@ def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | N
     """The account, its limit as epsilon and delta, and mu of what was spent."""
     from sordino.privacy.accounting import gaussian
 
+    if arguments.limit is not None and not arguments.limit >= 0:
+        raise SordinoError(f"--limit: {arguments.limit:g} must be an epsilon of at least 0.")
     if arguments.ledger is None:
         if arguments.account is not None:
             raise SordinoError("--account: name its ledger too, with --ledger.")
