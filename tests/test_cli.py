@@ -338,6 +338,7 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
         (["d.json"], "spec: 'd.json' is a directory; name a TOML file"),
         (["digits"], "spec: there is no file 'digits'; for the data set of this name write --data digits."),
         (["run"], "spec: 'run' is the folder of a run; continue it with --resume run"),
+        (["--resume", "run"], "--resume: 'run' has no private/, which holds checkpoint, ledger and keys; put it back"),
     ):
         assert call(capsys, "run", *words)[0] == 2
         status, _, err = call(capsys, "run", *words)

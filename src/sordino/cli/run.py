@@ -196,7 +196,7 @@ def _prepare(arguments: argparse.Namespace, team: Any) -> Any:
             raise SordinoError("--out: a resumed run stays in its directory; leave --out out.")
         if arguments.ledger or arguments.limit:
             raise SordinoError("--ledger: a resumed run keeps its ledger; leave --ledger and --limit out.")
-    spec = run.reopen(Path(arguments.resume)) if arguments.resume else Spec.of(values)
+    spec = _resumed(Path(arguments.resume)) if arguments.resume else Spec.of(values)
     if team.size == 1:
         return run.prepare(spec, device=team.device)
     prepared = run.prepare(ranks.joint_spec(spec, team, resumed=bool(arguments.resume)), device=team.device)
@@ -247,6 +247,19 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     if ":" in str(typed.get("model", "")):  # typed by the user; a file may not name code
         plugins.allow(str(typed["model"]))
     return values | typed
+
+
+def _resumed(out: Path) -> Any:
+    """The spec of a run that can be continued: its private folder is there."""
+    from sordino.training import run
+    from sordino.training.folder import RunFolder
+
+    spec = run.reopen(out)
+    if not RunFolder.find(out).private.is_dir():
+        raise SordinoError(
+            f"--resume: '{out}' has no private/, which holds checkpoint, ledger and keys; put it back, or start anew."
+        )
+    return spec
 
 
 def _names_data(word: str) -> bool:
