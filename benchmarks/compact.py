@@ -5,8 +5,8 @@
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
 Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried;
-audits keep bounds and how near the attack came. Other documents only lose white space and digits. What is dropped is
-made again by the command in the document.
+audits keep bounds and how near the attack came; the table of methods leaves out the command of each run. Other
+documents only lose white space and digits. What is dropped is made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -97,6 +97,12 @@ def subsampled(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "rows": rows}
 
 
+def without_commands(document: dict[str, Any]) -> dict[str, Any]:
+    """The command of a row follows from its method and data, and is in benchmarks/methods.py."""
+    rows = [{key: value for key, value in row.items() if key != "command"} for row in document["rows"]]
+    return {**document, "rows": rows}
+
+
 def shrunk(path: Path, document: Any) -> Any:
     if path.stem.startswith("audit") and isinstance(document, list):
         return [{key: row[key] for key in AUDIT} for row in document]
@@ -104,8 +110,9 @@ def shrunk(path: Path, document: Any) -> Any:
         return [{key: row[key] for key in row if row[key] != [] and key != "engines_max_diff"} for row in document]
     if isinstance(document, list):
         return document
-    if path.stem in ("estimation", "subsampled"):
-        return {"estimation": estimation, "subsampled": subsampled}[path.stem](document)
+    own = {"estimation": estimation, "subsampled": subsampled, "methods": without_commands}
+    if path.stem in own:
+        return own[path.stem](document)
     if "lines" in document:
         return table(document)
     return comparison(document) if "pairs" in document else document
