@@ -110,6 +110,10 @@ def figures() -> dict[str, str]:
     values["report auto 0.5 70"] = next(row for row in rows if row[0] == "auto")[1][0].split()[0]
     for row in load("accounts.json")["rows"]:
         values[f"accounts {row['q']} {row['by']}"] = f"{row['noise']:.2f}"
+    for data, method, epsilon, accuracy, *_ in load("disk.json")["rows"]:
+        values[f"disk {data} {method} {epsilon:g}"] = f"{accuracy:.1f}"
+    spreads = [row[4] for row in load("disk.json")["rows"] if row[4] is not None]
+    values["disk least spread"], values["disk most spread"] = f"{min(spreads):.1f}", f"{max(spreads):.1f}"
     values["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"
     return values
 
