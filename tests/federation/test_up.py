@@ -18,6 +18,8 @@ from sordino.evidence.ledger import NOTES, Ledger
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.site_data import SiteData
 from sordino.operations.demonstration import prepare
+from sordino.training.predict import load_run
+from tests.support import language
 
 UP = [sys.executable, "-m", "sordino.cli", "federate", "up"]
 
@@ -172,6 +174,56 @@ def test_a_network_of_the_spec_is_allowed_by_the_sites(tmp_path):
     prepare(tmp_path / "out", 3, spec=spec)
     for place in (tmp_path / "out" / "sites").iterdir():
         assert SiteConfig.read(place / "site.toml").models == ("mlp",)
+
+
+def test_a_table_of_texts_is_divided_among_the_sites(tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    weights = language.gpt2(tmp_path / "gpt2")
+    about = {"data": language.answers(tmp_path / "answers.csv"), "text": "answer", "prompt": "question"}
+    spec = {"model": "causal-lora", "length": 10, "rounds": 2, "weights": str(weights), "method": "dp-fedgd"}
+    spec |= {"trust": "untrusted-server"}
+    with pytest.raises(SordinoError, match="method: auto scales numbers, and the features are token ids"):
+        prepare(tmp_path / "out", spec=spec | {"method": "auto"}, **about)
+    with pytest.raises(SordinoError, match="text: the schema says what every column is"):
+        prepare(tmp_path / "out", spec=spec, **about, schema=tmp_path / "schema.toml")
+    assert not (tmp_path / "out").exists()
+    prepare(tmp_path / "out", spec=spec, **about)
+    config = FederationConfig.read(tmp_path / "out" / "coordinator" / "federation.toml")
+    assert (config.features, config.classes, config.text, config.prompt) == (10, (), "answer", "question")
+    assert config.weights_folder == str(weights)
+    assert "weights" not in (tmp_path / "out" / "coordinator" / "spec.toml").read_text()
+    found = (tmp_path / "out" / "coordinator" / "test.csv").read_text().splitlines()[1:]
+    assert len(found) == 8
+    for place in sorted((tmp_path / "out" / "sites").iterdir()):
+        data = SiteData(SiteConfig.read(place / "site.toml"))
+        mine = (place / "data.csv").read_text().splitlines()[1:]
+        assert data.config.models == ("causal-lora",)
+        assert (data.records + data.tests, data.shape[1]) == (len(mine), 10)
+        assert (data.load().x_train[:, 0] < 0).all(), "rows begin with a prompt"
+        found += mine
+    assert sorted(found) == sorted((tmp_path / "answers.csv").read_text().splitlines()[1:]), "every row is in one place"
+
+
+@pytest.mark.soak  # real processes
+def test_a_causal_model_is_trained_by_sites_under_masks(tmp_path):
+    (tmp_path / "gpt2").mkdir()
+    weights, data = language.gpt2(tmp_path / "gpt2"), language.answers(tmp_path / "answers.csv", 120)
+    out, env = tmp_path / "federation", {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = ["--data", data, "--text", "answer", "--prompt", "question", "--model", "causal-lora", "--rounds", "2"]
+    words += ["--set", f"weights={weights}", "--set", "length=10", "--method", "dp-fedadam", "--batch", "poisson:8"]
+    command = [*UP, "--sites", "3", *words, "--out", str(out), "--json"]
+    done = subprocess.run(command, env=env, capture_output=True, timeout=600, check=True)
+    document = json.loads(done.stdout)
+    assert document["rounds"] == 2
+    assert document["perplexity"] > 1
+    assert [site["verified"] and site["certified"] for site in document["sites"]] == [True] * 3
+    assert all(site["trust"] == "secure-aggregation" and site["epsilon"] <= 8 for site in document["sites"])
+    model = load_run(out / "coordinator" / "run" / "model.safetensors", weights=weights)
+    assert len(model.generate(["the film was"], most=2)) == 1
+    for place in (out / "sites").iterdir():  # nothing but the table, the site's own settings and its scores tells texts
+        telling = {path.name for path in place.rglob("*") if path.is_file() and b"film" in path.read_bytes()}
+        assert telling == {"data.csv"}
+    assert left_over(out) == []
 
 
 @pytest.mark.soak  # three sites with a transformer

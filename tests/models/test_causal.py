@@ -108,6 +108,7 @@ def test_training_lowers_perplexity_and_text_is_generated(folder, rows):
     assert after < 0.95 * before
     new = causal.generate(model, done.model, [8, 7], most=5)  # "the film"
     assert new == causal.generate(model, done.model, [8, 7], most=5)
+    assert new == causal.generate(model, done.model.double(), [8, 7], most=5), "as sums of integers leave them"
     assert len(new) <= 5
     drawn = causal.generate(model, done.model, [8], most=5, temperature=1.0, seed=3)
     assert all(0 < token < 15 for token in drawn)

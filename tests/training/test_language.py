@@ -198,9 +198,8 @@ def test_what_is_not_served_is_refused(done, table, tmp_path, capsys):
         private_evaluation.prepare(done, table, epsilon=1)
     assert main(["predict", str(done)]) == 2
     assert "name a file of records, or write --prompt" in capsys.readouterr().err
-    for name in ("causal-lora", "sequence-lora"):
-        with pytest.raises(SordinoError, match=f"model: {name} needs a folder of weights, which a federation"):
-            federated({"model": name})
+    with pytest.raises(SordinoError, match="weights: the spec of a federation must not set it; remove it"):
+        federated({"model": "causal-lora", "weights": "gpt2"})
     with pytest.raises(SordinoError, match="prompt: the spec of a federation must not set it"):
         federated({"prompt": "question"})
 

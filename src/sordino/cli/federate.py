@@ -17,6 +17,7 @@ from sordino.federation import sentences
 UP_FLAGS = (
     # of `up`: a flag, whose name is the key of spec.toml, and what it says in --help
     ("--method", "see 'sordino methods' (default: auto)"),
+    ("--model", "see 'sordino run --help' (default: auto)"),
     ("--rounds", "number of rounds (default: 10)"),
     ("--epsilon", "privacy budget of the run (default: 8)"),
     ("--trust", "secure-aggregation or untrusted-server (default: secure-aggregation)"),
@@ -83,13 +84,17 @@ def _add_up(parts: Any) -> None:
         "sordino federate up --sites 12 --method dp-ftrl\n"
         "sordino federate up --sites 12 --batch poisson:16\n"
         "sordino federate up --data patients.csv --label outcome\n"
-        "sordino federate up --data patients.csv --schema schema.toml --person patient",
+        "sordino federate up --data patients.csv --schema schema.toml --person patient\n"
+        "sordino federate up --data answers.csv --text answer --prompt question --model causal-lora "
+        "--set weights=gpt2 --method dp-fedadam",
     )
     parser.add_argument(
         "--sites", type=int, metavar="N", help="number of sites (default: one per client of the schema, else 3)"
     )
     parser.add_argument("--data", default="digits", metavar="X", help="as in 'sordino run'; divided among the sites")
     parser.add_argument("--label", metavar="COLUMN", help="the label's column, if --data is a table")
+    parser.add_argument("--text", metavar="COLUMN", help="column of text of the table, for models that read text")
+    parser.add_argument("--prompt", metavar="COLUMN", help="of causal-lora: column of what comes before each text")
     parser.add_argument(
         "--schema", metavar="FILE", help="the schema.toml of the table, in place of --label; every site gets it"
     )
@@ -139,6 +144,8 @@ def _up(arguments: argparse.Namespace) -> int:
             "person": arguments.person,
             "data": arguments.data,
             "label": arguments.label,
+            "text": arguments.text,
+            "prompt": arguments.prompt,
             "dropouts": arguments.dropouts,
         }
         about |= {"evaluation": arguments.evaluate, "schema": arguments.schema and Path(arguments.schema)}
@@ -240,11 +247,11 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
                     }
                 )
     rounds = [line for line in lines if line["what"] == "round"]
-    scores = [line["accuracy"] for line in rounds if "accuracy" in line]
+    scores = {key: [line[key] for line in rounds if key in line] for key in ("accuracy", "perplexity")}
     return {
         "sites": sites,
         "rounds": len(rounds),
-        "accuracy": scores[-1] if scores else None,
+        **{key: values[-1] if values else None for key, values in scores.items()},
         "useless": lines[-1].get("useless"),
         "evaluation": next((line for line in lines if line["what"] == "evaluation"), None),
         "seconds": seconds,
@@ -253,8 +260,8 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
 
 
 def _show_outcome(out: Path, document: dict[str, Any]) -> None:
-    page, accuracy = console(), document["accuracy"]
-    scored = "" if accuracy is None else f", accuracy {accuracy:.1%} on the coordinator's test records"
+    page, score = console(), sentences.measured(document)
+    scored = f", {score} on the coordinator's test records" if score else ""
     page.print(f"{sentences.count(document['rounds'], 'round')} in {document['seconds']:.0f} s{scored}", markup=False)
     page.print()
     rows = []
@@ -368,7 +375,16 @@ def _add_keys(parts: Any) -> None:
     parser.add_argument(
         "--schema", metavar="FILE", help="the schema.toml of the table, in place of --label and --classes"
     )
-    parser.add_argument("--text", metavar="COLUMN", help="the column of text of the table, for minilm-lora")
+    parser.add_argument(
+        "--text",
+        metavar="COLUMN",
+        help="the column of text of the table: for minilm-lora, or with --weights for sequence-lora or, without "
+        "--classes, for causal-lora",
+    )
+    parser.add_argument("--prompt", metavar="COLUMN", help="of causal-lora: the column of what comes before each text")
+    parser.add_argument(
+        "--weights", metavar="DIR", help="this site's own copy of the folder of weights that the model begins with"
+    )
     parser.add_argument("--limit", type=float, metavar="EPSILON", help="limit of epsilon over all runs (default: 8)")
 
 
@@ -379,7 +395,7 @@ def _keys(arguments: argparse.Namespace) -> int:
 
     place = Path(arguments.folder)
     kept = (place / "identity.key").exists()
-    keys = ("data", "label", "classes", "schema", "text", "limit")
+    keys = ("data", "label", "classes", "schema", "text", "prompt", "weights", "limit")
     given = [f"--{key}" for key in keys if getattr(arguments, key) is not None]
     classes = [label for label in (arguments.classes or "").split(",") if label]
     data = arguments.data or "data.csv"
@@ -393,6 +409,8 @@ def _keys(arguments: argparse.Namespace) -> int:
         label=arguments.label or "",
         schema=arguments.schema and Path(arguments.schema),
         text=arguments.text or "",
+        prompt=arguments.prompt or "",
+        weights=str(Path(arguments.weights).expanduser().resolve()) if arguments.weights else "",
     )
     ensure_node_key(place / "node")
     print(Roster.lines(identity.card))

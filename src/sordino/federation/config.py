@@ -11,12 +11,14 @@ from typing import Any, TypeVar
 from sordino import plugins
 from sordino.core import MOST_DELTA, MOST_EPSILON, Adjacency, Trust, Unit
 from sordino.data.schema import Schema
+from sordino.data.sources import TextColumn
 from sordino.errors import SordinoError, check_known, nearest
 from sordino.federation import counting
 from sordino.federation.terms import SITE_NAME
 from sordino.methods import REGISTRY
 from sordino.models import registry
 from sordino.settings import read_toml, typed
+from sordino.training import language
 
 T = TypeVar("T", bound="_File")
 
@@ -54,6 +56,12 @@ class _File:
         name = getattr(self, "schema", None)
         return None if name is None else Schema.read(self.path(name))
 
+    @property
+    def weights_folder(self) -> str:
+        """The whole path of the folder of weights that the file names; empty where it names none."""
+        name = getattr(self, "weights", None)
+        return "" if name is None else str(self.path(name).resolve())
+
 
 def _by_schema(path: Path, values: dict[str, Any]) -> dict[str, Any]:
     """Label, classes and features as the schema has them; keys that contradict it are refused."""
@@ -79,8 +87,10 @@ class SiteConfig(_File):
     label: str | None = None
     classes: tuple[str, ...] = ()  # the public list of labels; empty: the label is a number
     schema: str | None = None  # the schema.toml that all sites agreed on; it names label and classes
-    text: str | None = None  # the column of text of a table, for minilm-lora; other columns but the label are ignored
+    text: str | None = None  # the column of text of a table; without classes it is learned itself, token by token
+    prompt: str | None = None  # the column of what comes before each text that is learned
     length: int = 64  # tokens per text: the features of the federation
+    weights: str | None = None  # this site's own copy of the folder of weights, with the tokenizer of its texts
     test_fraction: float = 0.2  # held out to evaluate models at the site
     evaluation_epsilon: float | None = None  # limit over all evaluations on the test records; None: none is answered
     run_epsilon: float | None = None  # of any single run; if it is below the federation's, the site counts less
@@ -121,6 +131,7 @@ class SiteConfig(_File):
             )
         if self.text is not None and self.schema is not None:
             raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
+        _check_text(self)
         if self.run_epsilon is not None and not 0 < self.run_epsilon <= self.epsilon:
             raise SordinoError(
                 f"run_epsilon: {self.run_epsilon} must lie in (0, {self.epsilon}], the limit of all runs."
@@ -187,8 +198,12 @@ class FederationConfig(_File):
         None  # find what the schema leaves open, in a run of its own, instead of training
     )
     label: str | None = None
+    text: str | None = None  # of the coordinator's own test records, as in site.toml
+    prompt: str | None = None  # of the coordinator's own test records, as in site.toml
+    weights: str | None = None  # the coordinator's own copy of the folder of weights that the model begins with
 
     def __post_init__(self) -> None:
+        _check_text(self)
         if len(set(self.sites)) < len(self.sites) or not self.sites:
             raise SordinoError("sites: list every site once, and at least one.")
         if not 1 <= self.features < 2**24:
@@ -224,3 +239,35 @@ class FederationConfig(_File):
                 f"dropouts: {self.dropouts} must lie in [0, {len(self.sites) - 1}], because one "
                 f"of {len(self.sites)} sites must remain."
             )
+
+
+def _check_text(config: SiteConfig | FederationConfig) -> None:
+    """Refuse columns of text that no model reads."""
+    if config.prompt is not None and (config.text is None or config.classes):
+        raise SordinoError(
+            "prompt: it comes before a text that is learned; name its column by text, and leave classes out."
+        )
+    if config.text is not None and not config.classes and config.weights is None:
+        raise SordinoError(
+            "weights: without classes the text itself is learned; name the folder of the causal language model by "
+            "weights, or list the labels by classes."
+        )
+
+
+def text_column(config: SiteConfig | FederationConfig, length: int) -> TextColumn | None:
+    """The column of text of a party's table, with its encoding; None where the file names none.
+
+    Args:
+      config: site.toml or federation.toml. Where it lists no classes, the text itself is learned.
+      length: tokens per text.
+    """
+    if config.text is None:
+        return None
+    return language.of_table(
+        config.text,
+        length,
+        causal=not config.classes,
+        weights=config.weights_folder or None,
+        tokenizer=config.weights_folder or "minilm",
+        prompt=config.prompt,
+    )

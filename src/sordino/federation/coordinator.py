@@ -32,7 +32,7 @@ from sordino.evidence.certificate import certificate
 from sordino.evidence.signing import sha256
 from sordino.evidence.statement import issue
 from sordino.federation import counting, limits, readmes, robust
-from sordino.federation.config import FederationConfig
+from sordino.federation.config import FederationConfig, text_column
 from sordino.federation.enrolment import Enrolment
 from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
 from sordino.federation.progress import COORDINATOR_LOCK, parsed, read_lines
@@ -44,8 +44,8 @@ from sordino.federation.witness import RECEIPTS, Receipts
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training import evaluation_plan, noised_metrics
-from sordino.training.artifacts import save_model
-from sordino.training.evaluate import evaluate, no_better
+from sordino.training.artifacts import adapter_sha256, save_model
+from sordino.training.evaluate import evaluate, no_better, scores_to_compare
 from sordino.training.folder import SCHEMA
 from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -328,6 +328,7 @@ class Coordinator:
             schema=config.table_schema,
             classes=self.terms.classes,
             normalize=self.terms.resolved.source.normalize,
+            text=text_column(config, self.terms.features),
         )
         x, y = np.concatenate([data.x_train, data.x_test]), np.concatenate([data.y_train, data.y_test])
         return torch.from_numpy(x).to(self.terms.number), torch.from_numpy(y)
@@ -376,7 +377,8 @@ class Coordinator:
 
     def _finish(self, model: Tensor) -> None:
         no_x, no_y = np.zeros((0, self.terms.features), np.float32), np.zeros(0, np.int64)
-        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, schema=self.config.table_schema)
+        about: dict[str, Any] = {"schema": self.config.table_schema, "sequences": self.terms.learns_text}
+        data = Dataset("sites", no_x, no_y, no_x, no_y, None, self.terms.classes, **about)
         save_model(self.out / "model.safetensors", self.terms.resolved, data, self.model, model)
         self._evaluate(model)  # before the sites delete the secret of the run
         done = self._tell_sites(model)
@@ -420,6 +422,7 @@ class Coordinator:
             assumes=[DRAWN, *self.terms.assumptions],
             model_sha256=model_sha256,
             schema_sha256=schema_sha256,
+            adapter_sha256=adapter_sha256(self.out / "model.safetensors"),
         )
         cert, text = issue(cert)
         files.write(self.out / "statement.md", text.encode())
@@ -438,7 +441,7 @@ class Coordinator:
             return {}
         x, y = self._test
         why = (
-            no_better(data._replace(y_test=y.numpy()), evaluate(self.model, model, x, y, unit=self._unit))
+            no_better(data._replace(y_test=y.numpy()), scores_to_compare(self.model, model, x, y, unit=self._unit))
             if len(y)
             else ""
         )

@@ -18,6 +18,7 @@ from sordino.federation.config import FederationConfig
 from sordino.federation.derived import stated
 from sordino.federation.messenger import Messenger, names_of, read, reason_of
 from sordino.federation.terms import RUN_KEY, Terms, federated, public_sizes, schema_hash, written
+from sordino.federation.weights import folder_hash
 from sordino.settings import read_toml
 
 
@@ -218,7 +219,7 @@ class Enrolment:
           SordinoError: the spec cannot be run, or the roster names other sites.
         """
         if self.path.exists():
-            terms = Terms.read(self.path.read_text(encoding="utf-8"))
+            terms = Terms.read(self.path.read_text(encoding="utf-8"), self.config.weights_folder)
             self.links = rotations.parsed(terms.rotations)  # the run keeps to its keys
             return terms
         config = self.config
@@ -262,13 +263,15 @@ class Enrolment:
             cells=cells,
             evaluation=config.evaluation_epsilon or 0.0,
             tests=self._tests(met, names),
+            weights=folder_hash(config.weights_folder),
+            weights_folder=config.weights_folder,
         )
         if config.trim and terms.secure:
             raise SordinoError("trim: under masks nobody sees single messages; use untrusted-server, or set trim = 0.")
         terms = stated(terms)  # refuses a plan that cannot be calibrated before any site is asked
         if roster:
             secagg.Session.of(terms.run, left, terms.sha256(), terms.dropouts, terms.colluders)
-        terms = Terms.read(terms.json())
+        terms = Terms.read(terms.json(), config.weights_folder)
         files.write(self.path, terms.json().encode())
         files.write(self.out / "spec.toml", terms.spec.encode())
         self.fresh = True

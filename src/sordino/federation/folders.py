@@ -15,6 +15,7 @@ from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, written
+from sordino.federation.weights import folder_hash
 from sordino.privacy import calibration
 from sordino.secagg import Identity
 from sordino.training.folder import SCHEMA
@@ -100,6 +101,7 @@ def init(
     dropouts: int = 0,
     colluders: int = 1,
     trim: int = 0,
+    weights: str = "",
     more: dict[str, Any] | None = None,
 ) -> list[Path]:
     """Write the coordinator's folder: spec.toml, federation.toml, and a README with the commands.
@@ -117,6 +119,7 @@ def init(
       dropouts: sites that may fail in a round.
       colluders: sites that may collude with the server.
       trim: in the open, sites whose garbage must not move the model.
+      weights: the coordinator's own copy of the folder of weights that the model begins with, if there is one.
       more: other keys of spec.toml.
 
     Returns:
@@ -156,9 +159,8 @@ def init(
             dropouts=dropouts,
             colluders=colluders,
         )
-        + (
-            f"trim = {trim}           # per coordinate, leave out so many largest and smallest values\n" if trim else ""
-        ),
+        + (f"trim = {trim}           # per coordinate, leave out so many largest and smallest values\n" if trim else "")
+        + (f"weights = {json.dumps(weights)}   # the terms hold the hash of its files\n" if weights else ""),
         "README.md": README_TEMPLATE.format(count=len(names), names=", ".join(names), folder=folder),
     }
     if schema is not None:
@@ -190,6 +192,8 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
         dropouts=config.dropouts,
         colluders=config.colluders,
         schema=schema_hash(config.table_schema),
+        weights=folder_hash(config.weights_folder),
+        weights_folder=config.weights_folder,
     )
     calibration.query_noises(terms.plan)
     return terms
@@ -210,6 +214,10 @@ def make_site(
     label: str = "",
     schema: Path | None = None,
     text: str = "",
+    prompt: str = "",
+    length: int = 64,
+    weights: str = "",
+    model: str = "",
 ) -> Identity:
     """Write a site's folder: keys, and a site.toml to check. Existing files are kept.
 
@@ -222,6 +230,10 @@ def make_site(
       label: the column of the label, in a table without a schema.
       schema: the schema of the table, which is copied into the folder.
       text: the column of text of a table, for models that read text.
+      prompt: the column of what comes before each text, for causal language models.
+      length: tokens per text.
+      weights: the site's own copy of the folder of weights that the model begins with, if there is one.
+      model: the network that the site allows. By default the one that fits text, classes and weights.
 
     Raises:
       SordinoError: the folder belongs to another site, or epsilon is out of range.
@@ -238,11 +250,16 @@ def make_site(
         raise SordinoError("label, classes, text: the schema has them; leave them out.")
     described = (f'label = "{label}"\n' if label else "") + f"classes = {json.dumps(list(classes))}\n"
     if text:
-        described += f'text = "{text}"\nlength = 64   # tokens per text: features of the federation\n'
-        described += 'models = ["minilm-lora"]\n'
+        described += f"text = {json.dumps(text)}\n" + (f"prompt = {json.dumps(prompt)}\n" if prompt else "")
+        described += f"length = {length}   # tokens per text: features of the federation\n"
+        model = model or ("minilm-lora" if not weights else "sequence-lora" if classes else "causal-lora")
     if schema is not None:
         files.write(folder / SCHEMA, _schema_text(schema).encode())
         described = f'schema = "{SCHEMA}"   # the same file at every site; it has the label and the classes\n'
+    if weights:
+        described += f"weights = {json.dumps(weights)}   # this site's own copy, with its tokenizer\n"
+    if model:
+        described += f'models = ["{model}"]   # networks must be named\n'
     identity = Identity.make(name)
     identity.save(folder / "identity.key")
     files.write(folder / "README.txt", readmes.SITE.format(name=name).encode())

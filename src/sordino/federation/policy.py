@@ -9,6 +9,7 @@ from sordino.federation import counting
 from sordino.federation.derived import check_derived
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms, schema_hash
+from sordino.federation.weights import check_weights
 from sordino.methods import entry
 from sordino.methods.bounds import CLASS_WEIGHT
 from sordino.models.registry import balanced
@@ -69,6 +70,8 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
          "the schema leaves other ranges, levels or shares open than the terms say: a training needs a complete one"),
         (terms.classes == config.classes, "the classes of the terms are not those of site.toml"),
         (model in config.models, f"model {model}; site.toml allows {models}"),
+        (config.text is not None or not resolved.model.entry.causal,
+         f"model {model} learns the text of a table, and site.toml names no column of text"),
         (config.text is None or resolved.model.entry.reads == "text",
          f"model {model} does not read text, and site.toml names the column of text '{config.text}'"),
         (privacy.adjacency == config.adjacency, f"adjacency {privacy.adjacency}; site.toml has {config.adjacency}"),
@@ -87,7 +90,16 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
         (privacy.epsilon <= allowed or terms.requested_epsilons.get(config.name) == config.run_epsilon,
          f"epsilon {privacy.epsilon:g} is above {allowed:g}, and the terms leave out this site's requested epsilon"),
     )  # fmt: skip
-    return [what for fine, what in rules if not fine]
+    return [what for fine, what in rules if not fine] + _weights_differ(terms, config.weights_folder)
+
+
+def _weights_differ(terms: Terms, folder: str) -> list[str]:
+    """Why this site's folder of weights is not that of the terms; empty if it is."""
+    try:
+        check_weights(terms.weights, folder)
+    except SordinoError as error:
+        return [str(error)]
+    return []
 
 
 def _check_options(resolved: ResolvedSpec) -> None:

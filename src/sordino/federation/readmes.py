@@ -35,6 +35,7 @@ what may.
 CERTIFIED = """These files may be published. They are computed from noised releases and public settings:
 
 model.safetensors   the model
+adapter/            where there is one: the model's adapters, as the library peft reads them
 certificate.json    the certificate, for machines (sordino verify .)
 statement.md        the same in words
 spec.toml           the settings of the run

@@ -7,8 +7,19 @@ from typing import Any
 
 def score(line: dict[str, Any]) -> str:
     """How good the model is after a round, what it cost, and how many sites answered."""
-    measured = f"accuracy {line['accuracy']:6.1%}  " if "accuracy" in line else ""
-    return f"{measured}ε {line['epsilon']:6.3f}  {count(len(line['came']), 'site')}"
+    found = measured(line)
+    return f"{found}{'  ' if found else ''}ε {line['epsilon']:6.3f}  {count(len(line['came']), 'site')}"
+
+
+def measured(scores: dict[str, Any]) -> str:
+    """The accuracy, or the perplexity of a language model; empty where there is none of them.
+
+    >>> measured({"perplexity": 12.345})
+    'perplexity 12.35'
+    """
+    if scores.get("accuracy") is not None:
+        return f"accuracy {scores['accuracy']:6.1%}"
+    return f"perplexity {scores['perplexity']:.2f}" if scores.get("perplexity") is not None else ""
 
 
 def evaluation(line: dict[str, Any]) -> str:

@@ -206,7 +206,7 @@ class Site(SiteData):
     def _terms(self, message: wire.Message, request: bytes) -> bytes:
         _only(message, fields=("terms",))
         try:
-            terms = Terms.read(str(message.fields["terms"]))
+            terms = Terms.read(str(message.fields["terms"]), self.config.weights_folder)
         except SordinoError as error:
             raise Refused("malformed", str(error)) from None
         folder = self.runs / terms.run

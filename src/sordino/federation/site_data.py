@@ -15,13 +15,12 @@ import numpy as np
 
 from sordino import files, secagg
 from sordino.core import Adjacency, Unit
-from sordino.data import text
 from sordino.data.identity import file_sha256, records_digest
 from sordino.data.sources import Dataset, load
 from sordino.errors import Refused, SordinoError
 from sordino.evidence.signing import Signer, of_site
 from sordino.federation import counting, rotations, votes
-from sordino.federation.config import SiteConfig
+from sordino.federation.config import SiteConfig, text_column
 from sordino.federation.terms import Terms
 from sordino.federation.witness import SiteLedger, witness_path
 
@@ -168,7 +167,7 @@ class SiteData:
             test_fraction=config.test_fraction,
             normalize=normalize,
             classes=config.classes,
-            text=None if config.text is None else text.column(config.text, config.length, "minilm"),
+            text=text_column(config, config.length),
         )
         return dataset._replace(schema=schema)
 

@@ -32,14 +32,15 @@ from sordino.federation import counting, masks, readmes, run_keys, testing
 from sordino.federation.site_data import SiteData
 from sordino.federation.terms import Terms
 from sordino.federation.testing import AgreedEvaluation
+from sordino.federation.weights import check_weights
 from sordino.models.tally import ColumnTally
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.laws import carries
 from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.privacy.plan import Plan
 from sordino.training import evaluation_plan
-from sordino.training.artifacts import save_model
-from sordino.training.evaluate import evaluate, no_better
+from sordino.training.artifacts import adapter_sha256, save_model
+from sordino.training.evaluate import evaluate, no_better, scores_to_compare
 from sordino.training.folder import SCHEMA
 from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -61,7 +62,8 @@ class SiteRun:
 
     def __init__(self, site: SiteData, name: str) -> None:
         self.site, self.folder = site, site.runs / name
-        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"))
+        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"), site.config.weights_folder)
+        self._check_weights()
         self.plan, self.model = self.terms.plan, self.terms.model
         if self.terms.cells:
             counts: Any = counting.tally_of(site.config.table_schema)
@@ -73,6 +75,13 @@ class SiteRun:
         self._latest: Tree = ()  # what `keep` stores of a stream
         if (self.folder / "data").read_text() != site.dataset_id:
             raise Refused("changed", "the data differ from those the run began with; put them back")
+
+    def _check_weights(self) -> None:
+        """Refuse another folder of weights than when the run began: its tokenizer would make other records."""
+        try:
+            check_weights(self.terms.weights, self.site.config.weights_folder)
+        except SordinoError as error:
+            raise Refused("changed", str(error)) from None
 
     @staticmethod
     def make(site: SiteData, terms: Terms, account: str) -> SiteRun:
@@ -167,6 +176,7 @@ class SiteRun:
         dataset = self.site.load("none" if self.terms.cells else self.terms.resolved.source.normalize)
         if self.site.dataset_id != agreed:
             raise Refused("changed", "the data changed while they were read")
+        self._check_weights()
         if list(dataset.features) != json.loads((self.folder / "columns").read_text()):
             raise Refused("changed", "the columns have another order than when the run began; put them back")
         return dataset
@@ -272,7 +282,7 @@ class SiteRun:
         """
         nothing_there = Records.of(
             np.zeros((1, self.terms.features)),
-            np.zeros(1, np.int64 if self.terms.classes else np.float64),
+            torch.zeros(1, dtype=self.terms.label_type).numpy(),
             np.zeros(1, int),
             weight=np.zeros(1),
             dtype=self.terms.number,
@@ -497,6 +507,7 @@ class SiteRun:
                 spec_sha256=hashlib.sha256(spec.encode()).hexdigest(),
                 model_sha256="" if self.terms.cells else sha256(model),
                 schema_sha256="" if schema is None else sha256(schema),
+                adapter_sha256=adapter_sha256(out / model.name),
                 ledger_head=ledger.head(),
                 ledger_rows=len(ledger),
                 names=self.terms.names,
@@ -528,10 +539,12 @@ class SiteRun:
         if not len(y):
             return {}
         schema, none = self.site.config.table_schema, np.zeros(0)
-        data = Dataset("site", none, none, none, y.numpy(), None, self.terms.classes, schema=schema)
-        why = no_better(data, evaluate(self.model, theta, x, y, unit=data.unit))
-        where = "the model is no better than a constant guess on this site's test records"
-        return {"hint": f"{where}: {why}; are the features scaled?"} if why else {}
+        text = self.terms.learns_text
+        data = Dataset("site", none, none, none, y.numpy(), None, self.terms.classes, schema=schema, sequences=text)
+        why = no_better(data, scores_to_compare(self.model, theta, x, y, unit=data.unit))
+        than, ask = ("before training", "") if text else ("a constant guess", "; are the features scaled?")
+        where = f"the model is no better than {than} on this site's test records"
+        return {"hint": f"{where}: {why}{ask}"} if why else {}
 
 
 class OwnRecords:

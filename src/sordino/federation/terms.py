@@ -7,9 +7,9 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,23 +20,25 @@ from sordino.data.schema import Schema, assumption
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
 from sordino.evidence.certificate import STATISTICS, certificate
+from sordino.federation.weights import check_weights
 from sordino.methods import entry
 from sordino.methods.tally import tally_method
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
 from sordino.models.tally import CellTally
-from sordino.privacy.mechanisms.quantization import Integers
+from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
-from sordino.training.verify_run import differences
+from sordino.training.verify_run import answers_of, differences
 from sordino.version import __version__
 
 TERMS_FORMAT = 1
 SITE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 RUN = re.compile(r"[0-9a-f]{32}")
+HASH = re.compile(r"([0-9a-f]{64})?", re.ASCII)
 RUN_KEY = re.compile(r"[0-9a-f]{192}", re.ASCII)  # a public key and its signature
 SPEC_LINE = re.compile(
     r"([a-z0-9_]+ = [^.\[{]?.{0,400})?|[a-z0-9_]+ = \[|    [-+0-9.e]+,|\]", re.ASCII
@@ -92,17 +94,12 @@ def federated(values: Mapping[str, Any]) -> Spec:
                     "federation.toml, or give public ranges."
                 )
             other = {
+                "weights": " Every party names its own copy: in federation.toml, and in each site.toml.",
                 "public_stats": ' Scale the files at the sites, or use normalize = "l2".',
                 "client_epsilon": " A site asks for a stricter epsilon by run_epsilon in its site.toml.",
             }.get(key, "")
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
-    spec = Spec.of(values)
-    if registry.entry(spec.model).needs_weights:
-        raise SordinoError(
-            f"model: {spec.model} needs a folder of weights, which a federation does not send; train it with sordino "
-            "run, or use another model."
-        )
-    return spec
+    return Spec.of(values)
 
 
 def written(spec: Spec, schema: Schema | None = None) -> str:
@@ -155,20 +152,23 @@ class Terms:
     votes: tuple[str, ...] = ()  # of sites to leave sites out, signed; `names` has no site with enough of them
     version: str = ""  # of the package that wrote the terms
     derived: dict[str, float] = field(default_factory=dict)  # numbers that follow from the rest; sites compare them
+    weights: str = ""  # hash of the folder of weights that the model begins with, where there is one
     format: int = TERMS_FORMAT
+    weights_folder: str = field(default="", compare=False)  # this party's own copy of them; never written or sent
 
     def json(self) -> str:
-        values = {part.name: getattr(self, part.name) for part in fields(self)}  # `asdict` copies every name
+        values = {name: getattr(self, name) for name in TERMS_KEYS}  # `asdict` copies every name
         return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
     def sha256(self) -> str:
         return hashlib.sha256(self.json().encode()).hexdigest()
 
     @staticmethod
-    def read(text: str) -> Terms:
+    def read(text: str, weights_folder: str = "") -> Terms:
+        """Terms as `json` wrote them, for a party with its own folder of weights."""
         try:
             values: dict[str, Any] = json.loads(text)
-            unknown = sorted(values.keys() - {part.name for part in fields(Terms)})
+            unknown = sorted(values.keys() - set(TERMS_KEYS))
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they are not JSON of the known keys.") from None
         if unknown:
@@ -181,7 +181,7 @@ class Terms:
             terms._check()
         except (TypeError, AttributeError):  # such as a number in place of a list
             raise SordinoError("terms: a value has the wrong type.") from None
-        return terms
+        return replace(terms, weights_folder=weights_folder) if weights_folder else terms
 
     def _check(self) -> None:
         for fine, what in (
@@ -239,6 +239,7 @@ class Terms:
                 "a site's number of test records is not a positive integer",
             ),
             (isinstance(self.schema, str) and len(self.schema) in (0, 64), "schema is not a SHA-256 hash"),
+            (isinstance(self.weights, str) and HASH.fullmatch(self.weights), "weights is not a SHA-256 hash"),
             (
                 isinstance(self.cells, tuple) and len(self.cells) <= MOST_BLOCKS,
                 f"cells must be a list of at most {MOST_BLOCKS}",
@@ -302,6 +303,19 @@ class Terms:
     @property
     def assumptions(self) -> list[str]:
         """What the certificates of the run assume beside what the plan assumes."""
+        return [*self._of_weights, *self._of_schema]
+
+    @property
+    def _of_weights(self) -> list[str]:
+        if not self.weights:
+            return []
+        return [
+            f"The weights that the model begins with (sha256 {self.weights}) are public, and were not trained on the "
+            "records that this run protects."
+        ]
+
+    @property
+    def _of_schema(self) -> list[str]:
         if not self.schema:
             return []
         if not self.found:
@@ -329,6 +343,7 @@ class Terms:
             raise SordinoError("terms: the spec leaves a key undecided.")
         if spec.options.get("public"):
             raise SordinoError("public: the spec of a federation must not name a file; remove it.")
+        self._check_weights(spec)
         if spec.unit == Unit.CLIENT:
             self._check_clients(spec)
         if spec.unit == Unit.PERSON and not self.schema:
@@ -342,7 +357,25 @@ class Terms:
                 f"batch: {spec.batch} is not possible in a federation, because a site that starts again draws anew "
                 "which record is in which minibatch of the epoch; use poisson or fixed."
             )
+        if self.weights_folder:
+            spec = replace(spec, model_options={**spec.model_options, "weights": self.weights_folder})
         return resolve(spec, elsewhere=True)
+
+    def _check_weights(self, spec: Spec) -> None:
+        """Whether the model begins with a folder of weights, and how many tokens a row of text has."""
+        model = registry.entry(spec.model)
+        if model.needs_weights and not self.weights:
+            raise SordinoError(
+                f"model: {spec.model} is whatever model a folder of weights holds; every party names its own copy by "
+                "weights, in federation.toml and in each site.toml."
+            )
+        if (self.weights or self.weights_folder) and "weights" not in model.options:
+            raise SordinoError(f"weights: model {spec.model} begins with none; remove the key.")
+        if self.weights and model.reads == "text" and spec.length != self.features:
+            raise SordinoError(
+                f"length: {spec.length} in the spec, and features = {self.features} in federation.toml; both are the "
+                "tokens of a text."
+            )
 
     def _check_clients(self, spec: Spec) -> None:
         """What the protection of whole sites needs: the numbers of their records stay at the sites."""
@@ -380,6 +413,8 @@ class Terms:
         if self.cells:
             counts: Any = CellTally(self.features, self.cells, len(self.classes))
             return cast(BuiltModel, counts)
+        if self.weights or self.weights_folder:
+            check_weights(self.weights, self.weights_folder)
         return self.resolved.build_model(self.features, len(self.classes), described=bool(self.schema), elsewhere=True)
 
     @property
@@ -387,8 +422,21 @@ class Terms:
         """Numbers of the result: of the counts of a run that finds statistics, else of the model."""
         return CellTally(self.features, self.cells).dimension if self.cells else self.model.size
 
+    @property
+    def learns_text(self) -> bool:
+        """Records are texts that are learned token by token, and all labels are 0."""
+        return not self.cells and self.resolved.model.entry.causal
+
+    @property
+    def label_type(self) -> torch.dtype:
+        return torch.int64 if self.classes or self.learns_text else torch.float64
+
     @cached_property
     def plan(self) -> Plan:
+        return self.plan_of(lambda plan: sent_answers(plan, self.model, self.features, self.label_type))
+
+    def plan_of(self, messages: Callable[[Plan], tuple[tuple[Answer, ...], ...]]) -> Plan:
+        """The plan, where something else than the model says what a message of each stage holds under masks."""
         requested = {
             i: float(self.requested_epsilons[n]) for i, n in enumerate(self.names) if n in self.requested_epsilons
         }
@@ -405,11 +453,11 @@ class Terms:
             raise SordinoError("epsilon: a federation needs noise; set a finite epsilon.")
         if not self.secure:
             return plan
-        messages: Any = self.dimension
-        if not self.cells:
-            label = torch.int64 if self.classes else torch.float64
-            messages = sent_answers(plan, self.model, self.features, label)
-        return replace(plan, integers=Integers(messages, self.dropouts, self.colluders))
+        answers: Any = self.dimension if self.cells else messages(plan)
+        return replace(plan, integers=Integers(answers, self.dropouts, self.colluders))
+
+
+TERMS_KEYS = tuple(part.name for part in fields(Terms) if part.compare)
 
 
 def _unknown_key(key: str, version: object) -> str:
@@ -425,7 +473,7 @@ def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
     """Differences between a party's certificate and the one that follows from terms.json."""
     try:
         terms = Terms.read(path.read_text(encoding="utf-8"))
-        plan = terms.plan
+        plan = terms.plan_of(partial(answers_of, cert)) if terms.weights else terms.plan  # weights may not be at hand
     except SordinoError as error:
         yield f"no plan follows from terms.json ({error})"
         return

@@ -68,6 +68,11 @@ class AgreedEvaluation:
         privacy = replace(spec, epsilon=terms.evaluation, client_epsilon={})
         task = task_of(terms.model)
         intervals = terms.model.outputs if isinstance(terms.model, Hazards) else 0
+        if task is Task.SEQUENCES:
+            raise SordinoError(
+                "evaluation_epsilon: the model learns text without labels, and a noised perplexity is not served; "
+                "remove the key."
+            )
         if task in (Task.QUANTITIES, Task.COUNTS) and not terms.schema:
             raise SordinoError(
                 "evaluation_epsilon: the labels are numbers without a public range, so errors have no bound; describe "

@@ -262,7 +262,8 @@ def generate(
             f"tokens {len(tokens)}, most {most}, temperature {temperature:g}: they must be at least 1, between 1 and "
             f"{MOST_TOKENS}, and at least 0."
         )
-    module, params = module_of(model), model.split(theta)
+    module = module_of(model)
+    params = model.split(theta.to(next(module.parameters()).dtype))  # sums of integers leave parameters in float64
     about: Any = _sequences(model).network.config
     stops = _special_tokens(about, "the model").stops
     generator, ids = torch.Generator().manual_seed(seed), list(map(int, tokens))

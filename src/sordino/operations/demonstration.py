@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from sordino.data import tables
 from sordino.data.partition import split
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
+from sordino.data.tables import Dialect
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig, SiteConfig
@@ -27,6 +29,8 @@ from sordino.federation.progress import count_lines, follow
 from sordino.federation.terms import SITE_NAME, federated
 from sordino.secagg import Roster
 from sordino.training.folder import SCHEMA
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
 
 DEFAULTS = {"method": "auto", "rounds": 10, "epsilon": 8.0, "trust": "secure-aggregation"}
 SITES = 3  # where neither the caller nor a schema says how many
@@ -43,6 +47,8 @@ def prepare(
     label: str | None = None,
     schema: Path | None = None,
     person: str | None = None,
+    text: str | None = None,
+    prompt: str | None = None,
     dropouts: int = 0,
     evaluation: float | None = None,
 ) -> Path:
@@ -51,11 +57,13 @@ def prepare(
     Args:
       folder: where they go.
       count: number of sites. None: one site per client where a schema names their column, else 3.
-      spec: keys of spec.toml that differ from `DEFAULTS`.
+      spec: keys of spec.toml that differ from `DEFAULTS`; and `weights`, a folder that all parties then name.
       data: a data set, as in `sordino run`.
       label: the label's column, if data is a table.
       schema: the schema.toml of the table, in place of label; every site gets it.
       person: the column that says whom a record is about, if the schema does not name it.
+      text: the column of text of a table, for models that read text.
+      prompt: the column of what comes before each text, for causal language models.
       dropouts: sites that may fail in a round.
       evaluation: epsilon of the evaluation on the sites' test records at the end; None for none.
 
@@ -65,8 +73,9 @@ def prepare(
     Raises:
       SordinoError: the spec cannot be run. Nothing is written then.
     """
+    columns = _Columns(label, text, prompt)
     if person is None:
-        return _prepare(folder, count, spec, data, label, schema, dropouts, evaluation)
+        return _prepare(folder, count, spec, data, columns, schema, dropouts, evaluation)
     if schema is None:
         raise SordinoError(
             f"person: '{person}' needs a schema, by which every site reads its table; write one with `sordino schema "
@@ -75,7 +84,19 @@ def prepare(
     with tempfile.TemporaryDirectory() as place:
         named = Path(place) / SCHEMA
         files.write(named, _with_person(Schema.read(schema), person).toml().encode())
-        return _prepare(folder, count, spec, data, label, named, dropouts, evaluation)
+        return _prepare(folder, count, spec, data, columns, named, dropouts, evaluation)
+
+
+class _Columns(NamedTuple):
+    """What some columns of a table without a schema are."""
+
+    label: str | None
+    text: str | None
+    prompt: str | None
+
+    @property
+    def named(self) -> dict[str, str]:
+        return {key: value for key, value in self._asdict().items() if value is not None}
 
 
 def _with_person(schema: Schema, person: str) -> Schema:
@@ -91,7 +112,7 @@ def _prepare(
     count: int | None,
     spec: dict[str, Any],
     data: str,
-    label: str | None,
+    columns: _Columns,
     schema: Path | None,
     dropouts: int,
     evaluation: float | None,
@@ -99,35 +120,31 @@ def _prepare(
     """As `prepare`, with a schema that is complete."""
     from sordino.federation.flower.keys import ensure_node_key
 
-    if schema is not None and label is not None:
-        raise SordinoError("label: the schema names the target; leave label out.")
-    parts: _ArrayParts | _TableParts
-    if schema is None:
-        parts = _ArrayParts(data, label, _checked(SITES if count is None else count))
-    else:
-        parts = _TableParts(Path(data).expanduser(), schema, count)
+    values: dict[str, Any] = DEFAULTS | {key: value for key, value in spec.items() if key != "weights"}
+    weights = str(Path(spec["weights"]).expanduser().resolve()) if spec.get("weights") else ""
+    federated(values)  # refuses a wrong key or value before anything is written
+    parts = _divided(data, columns, schema, count, values | ({"weights": weights} if weights else {}))
     names, suffix = parts.names, parts.suffix
     coordinator = folder / "coordinator"
-    values: dict[str, Any] = DEFAULTS | spec
-    federated(values)  # refuses a wrong key or value before anything is written
     rest = {key: value for key, value in values.items() if key not in DEFAULTS}
-    init(coordinator, names, **parts.shape, **{key: values[key] for key in DEFAULTS}, dropouts=dropouts, more=rest)
+    how = {**parts.shape, **{key: values[key] for key in DEFAULTS}, "weights": weights}
+    init(coordinator, names, **how, dropouts=dropouts, more=rest)
     files.write(folder / "README.txt", readmes.FEDERATION.format(suffix=suffix).encode())
     parts.save(coordinator / f"test{suffix}", None)
     with open(coordinator / "federation.toml", "a", encoding="utf-8") as file:
         file.write(f'test = "test{suffix}"   # the coordinator\'s own test records\n')
+        file.writelines(f"{key} = {json.dumps(name)}\n" for key, name in parts.columns.items())
         if evaluation is not None:
             file.write(f"evaluation_epsilon = {evaluation!r}\n")
     FederationConfig.read(coordinator / "federation.toml")  # refuses a wrong epsilon
-    limit = 2 * float(values["epsilon"])
+    limit, model = 2 * float(values["epsilon"]), str(values.get("model", "auto"))
+    own = {**parts.described, "weights": weights, "model": "" if model in SiteConfig.models else model}
     cards = []
     for k, name in enumerate(names):
         place = folder / "sites" / name
-        cards.append(make_site(place, name, data=f"data{suffix}", **parts.described, epsilon=limit).card)
+        cards.append(make_site(place, name, data=f"data{suffix}", **own, epsilon=limit).card)
         with open(place / "site.toml", "a", encoding="utf-8") as file:
             file.write(f'witness = "../../witness/{name}.json"   # by default in the state directory of this user\n')
-            if (model := str(values.get("model", "auto"))) not in SiteConfig.models:
-                file.write(f'models = ["{model}"]   # networks must be named\n')
             if values.get("unit") == Unit.CLIENT:
                 file.write('unit = "client"   # runs must protect this site as a whole\n')
         if evaluation is not None:
@@ -142,6 +159,19 @@ def _prepare(
     return coordinator
 
 
+def _divided(
+    data: str, columns: _Columns, schema: Path | None, count: int | None, values: dict[str, Any]
+) -> _ArrayParts | _SchemaParts | _TextParts:
+    """The records, divided among the sites."""
+    if schema is not None and columns.named:
+        raise SordinoError(f"{next(iter(columns.named))}: the schema says what every column is; leave it out.")
+    if schema is not None:
+        return _SchemaParts(Path(data).expanduser(), schema, count)
+    if columns.text is not None or columns.prompt is not None:
+        return _TextParts(data, columns, values, _checked(SITES if count is None else count))
+    return _ArrayParts(data, columns.label, _checked(SITES if count is None else count))
+
+
 class _ArrayParts:
     """Features and labels of a data set, divided among the sites."""
 
@@ -150,7 +180,7 @@ class _ArrayParts:
     def __init__(self, data: str, label: str | None, count: int) -> None:
         whole = load(data, label=label)
         self.whole = whole
-        self.names = [f"site{k + 1}" for k in range(count)]
+        self.names, self.columns = _numbered(count), dict[str, str]()  # federation.toml names none
         self.owner = split(whole, "dirichlet:5" if whole.classes else "iid", count, sizes="equal", seed=0)
         self.shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
         self.described: dict[str, Any] = {"classes": whole.classes}
@@ -165,7 +195,53 @@ class _ArrayParts:
             _save(path, whole.x_train[mine], _labels(whole, whole.y_train[mine]))
 
 
-class _TableParts:
+class _Rows:
+    """Rows of a table, each at one site or among the coordinator's test records. Cells stay as they are spelt."""
+
+    owner: np.ndarray  # the site of each row
+    tested: np.ndarray  # whether the coordinator tests on it
+
+    def __init__(self, path: Path, dialect: Dialect) -> None:
+        self.encoding, self.columns = dialect.encoding, dict[str, str]()
+        self.suffix = ".csv" if tables.suffix_of(path) in tables.TEXT_SUFFIXES else ".parquet"
+        if self.suffix == ".csv":  # the sites read the cells by the same rules
+            names, self.delimiter = tables.heading(path, dialect)
+            self.table = tables.open_table(path, dialect, types=dict.fromkeys(names, "text"), missing=())
+        else:
+            self.table = tables.open_table(path)
+
+    def save(self, path: Path, site: int | None) -> None:
+        """Write the rows of a site; None: the coordinator's test records."""
+        mine = self.tested if site is None else (self.owner == site) & ~self.tested
+        part = self.table.filter(mine)
+        with files.replacing(path) as temporary:
+            if self.suffix == ".parquet":
+                import pyarrow.parquet
+
+                pyarrow.parquet.write_table(part, temporary)
+                return
+            with open(temporary, "w", newline="", encoding=self.encoding) as file:
+                writer = csv.writer(file, delimiter=self.delimiter)
+                writer.writerow(part.column_names)
+                writer.writerows(zip(*(column.to_pylist() for column in part.columns), strict=True))
+
+
+class _TextParts(_Rows):
+    """Rows of a table with a column of text, divided at random."""
+
+    def __init__(self, data: str, columns: _Columns, values: dict[str, Any], count: int) -> None:
+        resolved = resolve(Spec.of({**values, **columns.named, "data": data}))
+        whole = resolved.read_data()  # refuses a table or a model that does not fit before anything is written
+        super().__init__(Path(data).expanduser(), Dialect())
+        self.names, rng = _numbered(count), np.random.default_rng(0)
+        self.owner = rng.permutation(self.table.num_rows) % count
+        self.tested = _held(self.table.num_rows, rng)
+        self.columns = columns.named
+        self.shape: dict[str, Any] = {"features": resolved.source.length, "classes": whole.classes}
+        self.described: dict[str, Any] = {**columns.named, "length": resolved.source.length, "classes": whole.classes}
+
+
+class _SchemaParts(_Rows):
     """Rows of a table with a schema, divided by its client column, or at random."""
 
     def __init__(self, path: Path, schema: Path, count: int | None) -> None:
@@ -185,40 +261,29 @@ class _TableParts:
                     f"{MOST_SITES} sites; give --sites N to divide the records at random."
                 )
             if not all(SITE_NAME.fullmatch(name) for name in self.names):
-                self.names = [f"site{k + 1}" for k in range(len(clients))]
+                self.names = _numbered(len(clients))
         else:
             count = _checked(SITES if count is None else count)
-            self.names = [f"site{k + 1}" for k in range(count)]
+            self.names = _numbered(count)
             self.owner = (rng.permutation(whom.max() + 1) % count)[whom]  # all records of a person at one site
-        held = np.zeros(whom.max() + 1, bool)
-        held[rng.permutation(len(held))[: round(TEST_FRACTION * len(held))]] = True
-        self.tested = held[whom]
+        self.tested = _held(whom.max() + 1, rng)[whom]
         self.shape: dict[str, Any] = {"schema": schema}
         self.described: dict[str, Any] = {"schema": schema}
-        dialect = self.schema.dialect
-        self.suffix = ".csv" if tables.suffix_of(path) in tables.TEXT_SUFFIXES else ".parquet"
-        if self.suffix == ".csv":  # cells as they are spelt: the sites read them by the same schema
-            columns, self.delimiter = tables.heading(path, dialect)
-            self.table = tables.open_table(path, dialect, types=dict.fromkeys(columns, "text"), missing=())
-        else:
-            self.table = tables.open_table(path)
+        super().__init__(path, self.schema.dialect)
         if self.table.num_rows != rows:
             raise SordinoError(f"data: '{path}' changed while it was read; try again.")
 
-    def save(self, path: Path, site: int | None) -> None:
-        """Write the rows of a site; None: the coordinator's test records."""
-        mine = self.tested if site is None else (self.owner == site) & ~self.tested
-        part = self.table.filter(mine)
-        with files.replacing(path) as temporary:
-            if self.suffix == ".parquet":
-                import pyarrow.parquet
 
-                pyarrow.parquet.write_table(part, temporary)
-                return
-            with open(temporary, "w", newline="", encoding=self.schema.dialect.encoding) as file:
-                writer = csv.writer(file, delimiter=self.delimiter)
-                writer.writerow(part.column_names)
-                writer.writerows(zip(*(column.to_pylist() for column in part.columns), strict=True))
+def _numbered(count: int) -> list[str]:
+    """Names of sites."""
+    return [f"site{k + 1}" for k in range(count)]
+
+
+def _held(units: int, rng: np.random.Generator) -> np.ndarray:
+    """Which of so many records or persons are the coordinator's, to test on."""
+    held = np.zeros(units, bool)
+    held[rng.permutation(units)[: round(TEST_FRACTION * units)]] = True
+    return held
 
 
 def _checked(count: int) -> int:

@@ -22,6 +22,7 @@ from sordino.federation.site import Site
 from sordino.federation.site_data import read_roster
 from sordino.federation.terms import Terms
 from sordino.federation.tls import AUTHORITY_KEY, RENEW_DAYS, Tls, days_left, end_of
+from sordino.federation.weights import folder_hash
 from sordino.federation.witness import older, read
 from sordino.privacy import spending
 from sordino.privacy.participation import FULL
@@ -62,10 +63,13 @@ def doctor(path: Path, coordinator: Path | None = None, authority: Path | None =
         candidate = Site(config, only_looking=True)
         data = candidate.load()
         label = f"{len(data.classes)} classes" if data.classes else "a number as label"
+        label = "texts that are learned" if data.sequences else label
         persons = "" if data.person is None else f" of {candidate.records:,} persons"
         rows = f"{len(data.y_train):,} training records{persons} ({len(data.y_test):,} more are held out for testing)"
         yield Check(True, "data", f"{rows}, {data.x_train.shape[1]} features, {label}")
         yield Check(True, "data", f"identity {candidate.dataset_id}")
+        if config.weights_folder:
+            yield Check(True, "weights", f"hash {grouped(folder_hash(config.weights_folder))}")
         site = candidate
     except (SordinoError, OSError) as error:
         yield Check(False, "data", f"{error}")
@@ -98,6 +102,8 @@ def coordinator_doctor(folder: Path) -> Iterator[Check]:
         yield Check(
             True, "spec.toml", f"{terms.plan.method.name}, {terms.plan.rounds} rounds, {terms.resolved.spec.trust}"
         )
+        if terms.weights:
+            yield Check(True, "weights", f"hash {grouped(terms.weights)}")
         needed = terms.secure
     except SordinoError as error:
         yield Check(False, "spec.toml", str(error))

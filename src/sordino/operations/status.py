@@ -15,7 +15,8 @@ from sordino.federation.progress import COMMAND_LOCK, COORDINATOR_LOCK
 from sordino.settings import read_toml
 
 MOST_LINES = 200  # of the log that is shown
-CURVES = ("accuracy", "auc", "log_loss", "r2", "concordance", "deviance")  # the first that a run has is drawn
+# The first of these metrics that a run has is drawn.
+CURVES = ("accuracy", "auc", "log_loss", "r2", "concordance", "deviance", "perplexity")
 
 
 @dataclass

@@ -140,7 +140,7 @@ def save_model(
             "seed": choice.seed,
             "bfloat16": choice.bfloat16,
             "options": json.dumps(choice.portable),
-            "weights_sha256": sha256(Path(weights), WEIGHT_FILES) if weights else None,
+            "weights_sha256": weights_sha256(Path(weights)) if weights else None,
         },
     }
     save_file(tensors, path, metadata={"sordino": json.dumps(about)})
@@ -148,6 +148,17 @@ def save_model(
         from sordino.models import lora
 
         lora.save_peft(path.with_name("adapter"), model, theta)
+
+
+def adapter_sha256(model: Path) -> str:
+    """The hash of the adapter beside a model.safetensors; empty where there is none."""
+    adapter = model.with_name("adapter")
+    return sha256(adapter) if adapter.is_dir() else ""
+
+
+def weights_sha256(path: Path) -> str:
+    """The hash of the files in a folder of weights that a model and its tokenizer are read from, or of one file."""
+    return sha256(path, WEIGHT_FILES)
 
 
 def load_model(path: Path, weights: str | Path | None = None) -> SavedModel:
@@ -201,6 +212,6 @@ def _weights(known: str | None, given: str | Path | None, expected: str | None) 
         raise SordinoError(f"weights: the model was trained from '{known}', whose folder is not public; {remedy}.")
     if not path.exists():
         raise SordinoError(f"weights: there is no '{path}', and the model was trained from such weights; {remedy}.")
-    if expected is not None and sha256(path, WEIGHT_FILES) != expected:
+    if expected is not None and weights_sha256(path) != expected:
         raise SordinoError(f"weights: the model was trained from other files than those of '{path}'; {remedy}.")
     return str(path.resolve())

@@ -110,6 +110,12 @@ def evaluate_fully(
     return found
 
 
+def scores_to_compare(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: float = 1.0) -> dict[str, Any]:
+    """The metrics that `no_better` reads: those of a round, and of sequences the perplexity before training too."""
+    whole = evaluate_fully if task_of(model) is Task.SEQUENCES else evaluate
+    return whole(model, theta, x, y, unit=unit)
+
+
 def in_units(task: Task, y: Tensor, predicted: np.ndarray, unit: float) -> tuple[np.ndarray, np.ndarray]:
     """Labels and predictions in the unit of the source, where they are quantities or counts."""
     labels = y.cpu().numpy()

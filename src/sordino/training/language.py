@@ -35,6 +35,28 @@ def column(name: str, length: int, weights: str | Path | None, prompt: str | Non
     return TextColumn(name, partial(rows, length, weights), prompt, labelled=False)
 
 
+def of_table(
+    name: str, length: int, *, causal: bool, weights: str | Path | None, tokenizer: str | Path, prompt: str | None
+) -> TextColumn:
+    """The column of a table, with its encoding for a model that reads text.
+
+    Args:
+      name: of the column.
+      length: tokens per row.
+      causal: the text itself is learned; else its labels are.
+      weights: the folder of the model, which a causal one needs.
+      tokenizer: of other models, as for `text.tokenize`.
+      prompt: the column of what comes before each text, for causal models; None where there is none.
+
+    Returns:
+      The column with its encoding.
+
+    Raises:
+      SordinoError: the model is causal, and no folder is named.
+    """
+    return column(name, length, weights, prompt) if causal else text.column(name, length, tokenizer)
+
+
 def rows(length: int, weights: str | Path, texts: Sequence[str], prompts: Sequence[str] | None = None) -> np.ndarray:
     """Texts as the model of a folder reads them (`text.sequences`), float32."""
     from sordino.models.causal import special_tokens

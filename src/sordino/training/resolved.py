@@ -424,15 +424,19 @@ class ResolvedSpec:
     @property
     def _text_column(self) -> TextColumn | None:
         """The column of text, with its encoding for the model."""
-        from sordino.data import text
         from sordino.training import language
 
         source = self.source
         if source.text is None:
             return None
-        if self.model.entry.causal:
-            return language.column(source.text, source.length, self.model.options.get("weights"), source.prompt)
-        return text.column(source.text, source.length, source.tokenizer)
+        return language.of_table(
+            source.text,
+            source.length,
+            causal=self.model.entry.causal,
+            weights=self.model.options.get("weights"),
+            tokenizer=source.tokenizer,
+            prompt=source.prompt,
+        )
 
     def _check_text(self) -> None:
         """Refuse columns that the model does not read, and a method that scales what it reads."""

@@ -52,7 +52,7 @@ from sordino.privacy.plan import Plan
 from sordino.rules.kalman import KalmanState
 from sordino.rules.life_table import life_table_of
 from sordino.training import artifacts, intervals, model_card, shared_ledger
-from sordino.training.artifacts import Progress, save_model
+from sordino.training.artifacts import Progress, adapter_sha256, save_model
 from sordino.training.evaluate import (
     beats_constant_guess,
     draw_curve,
@@ -381,7 +381,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     known = (life_table(run, progress.checkpoint), coefficient_intervals(run, progress.checkpoint))
     save_model(path, resolved, run.dataset, run.model, progress.theta, *known)
     title = f"{resolved.method_name} on {run.dataset.name}, {run.plan.clients} clients"
-    curve, adapter = folder.public / "curve.png", folder.public / "adapter"
+    curve = folder.public / "curve.png"
     drawn = draw_curve(curve, title, run.plan.privacy.delta, history)
     with Ledger(folder.private / "ledger.db") as ledger:
         cert = certificate(
@@ -393,7 +393,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             metrics_sha256=sha256(folder.public / "metrics.jsonl"),
             curve_sha256=sha256(curve) if drawn else "",
             schema_sha256=sha256(folder.public / SCHEMA) if run.dataset.schema is not None else "",
-            adapter_sha256=sha256(adapter) if adapter.is_dir() else "",
+            adapter_sha256=adapter_sha256(path),
             ledger_head=ledger.head(),
             ledger_rows=len(ledger),
             tested=len(run.dataset.y_test) if run.plan.privacy.unit.sizes_public else None,

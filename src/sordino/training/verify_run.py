@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ SIZE_PLACEHOLDER = 1_000_000  # records per client at client level, where no num
 Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 
 LEDGER_STAYS = "ledger.db, which stays with its owner"
+LENGTHS = "the lengths of the answers that are sent as integers: they follow from"
 
 
 def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | None = None) -> Verdict:
@@ -151,6 +153,9 @@ def _against_spec(
             return
         yield from against_terms(cert, terms)
         verdict.assumed.clear()  # the plan rebuilt from the terms gives them
+        with suppress(ValueError):  # terms that are not JSON are a problem already
+            if cert["secure"] and json.loads(terms.read_text(encoding="utf-8")).get("weights"):
+                verdict.gaps.append(f"{LENGTHS} the weights, which are not beside it")
         return
     try:
         resolved = _read_spec(folder, verdict.gaps, cert)
@@ -160,7 +165,7 @@ def _against_spec(
             return
         sizes = sizes_of(cert) or (SIZE_PLACEHOLDER,) * int(cert["clients"])
         rebuilt = certificate(
-            resolved.plan(sizes, messages=partial(_messages, cert)),
+            resolved.plan(sizes, messages=partial(answers_of, cert)),
             Noiseless() if resolved.noiseless else source(resolved.seed),
             version=cert["sordino"],
             execution=resolved.execution,
@@ -173,7 +178,7 @@ def _against_spec(
     yield from differences(cert, rebuilt)
     verdict.assumed.clear()  # the rebuilt plan gives them
     if resolved.spec.integers:
-        verdict.gaps.append("the lengths of the answers that are sent as integers: they follow from model and features")
+        verdict.gaps.append(f"{LENGTHS} model and features")
     if cert["code_sha256"] != code_sha256():
         verdict.gaps.append(
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
@@ -181,7 +186,7 @@ def _against_spec(
         )
 
 
-def _messages(cert: dict[str, Any], plan: Plan) -> tuple[tuple[Answer, ...], ...]:
+def answers_of(cert: dict[str, Any], plan: Plan) -> tuple[tuple[Answer, ...], ...]:
     """What the messages of each stage hold, as the certificate describes its queries."""
     answers: list[list[Answer]] = [[] for _ in plan.stages]
     for query in cert["queries"]:
