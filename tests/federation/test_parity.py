@@ -88,6 +88,7 @@ MASKED = [
     ("auto", {"calibrate": 0.1}),
     ("dp-fedfc", {}),
     ("dp-boost", {}),
+    ("dp-disk", {"optimizer": "adam"}),
     ("dp-fedgd", {"quantile": 0.5}),
     ("dp-fedgd", {"batch": "poisson:8"}),
     ("dp-adadps", {}),

@@ -9,7 +9,7 @@ from torch import nn
 
 from sordino import checks
 from sordino.checks.mutants import breaks, clips_each_gradient
-from sordino.core import Adjacency, Blend, Privacy, Shard, Unit
+from sordino.core import Adjacency, Blend, Local, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -198,3 +198,20 @@ def test_options_and_models_that_are_not_served_are_refused():
     data = Records.of(torch.ones(4, 4).numpy(), torch.ones(4).numpy(), torch.zeros(4).int().numpy())
     with pytest.raises(SordinoError, match="asks for two gradients in one term"):
         list(simulate.run(Plan(build("dp-disk"), 2, data.sizes, Privacy(8.0)), model, data, source(0)))
+
+
+def test_a_second_point_of_another_shape_is_refused():
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta, blend=Blend(broadcast.theta.expand(2, -1), WEIGHTS))
+
+    method = build("dp-disk")
+    stage = method.stages[0]._replace(local=Local(compute))
+    with pytest.raises(SordinoError, match=r"blend: its theta has shape \(2, 15\), and must have \(15,\)"):
+        trained(method._replace(stages=(stage,)), MODELS["softmax"], reference)
+
+
+def test_half_precision_is_refused():
+    model = TorchModel(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), autocast=torch.bfloat16)
+    first, second = points(model)
+    with pytest.raises(SordinoError, match="dtype: the sum of gradients at two points is computed in float32"):
+        model.clipped_sum(first, records(), CLIP, blend=Blend(second, WEIGHTS))
