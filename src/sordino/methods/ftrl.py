@@ -45,8 +45,9 @@ def stream(
         return correlated.independent(rounds)
     if mechanism == "banded":
         return correlated.banded(rounds, band, momentum, weight_decay)
-    tree = correlated.tree(rounds, honaker=estimate == "below", restart=restart)
-    return correlated.least_squares(tree) if estimate == "full" else tree
+    if estimate == "full":
+        return correlated.EfficientTree(rounds, restart)
+    return correlated.tree(rounds, honaker=estimate == "below", restart=restart)
 
 
 def ftrl(

@@ -1,5 +1,6 @@
 """The factors against counts by hand, least squares and attacks on the optimum."""
 
+import dataclasses
 import itertools
 import math
 
@@ -12,6 +13,8 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import correlated, gaussian
 from sordino.privacy.accounting.correlated import (
     MOST_CORRELATED_ROUNDS,
+    TREE_SLACK,
+    EfficientTree,
     banded,
     independent,
     least_squares,
@@ -595,3 +598,73 @@ def test_the_sensitivity_of_the_first_rounds_is_that_of_the_same_rounds_in_any_o
             moves = np.abs(noise.encoder)[:, rounds].sum(1)
             assert noise.sensitivity(rounds) == pytest.approx(np.sqrt((moves**2).sum()), rel=1e-14)
             assert noise.sensitivity(rounds[::-1]) == pytest.approx(noise.sensitivity(rounds), rel=1e-14)
+
+
+# ------------------------------------------------------------------------------------------------- sums over nodes
+
+
+def patterns(rounds, rng):
+    """Rounds of a unit: all, halves, regular ones, ends, and random ones."""
+    every = np.arange(rounds)
+    yield from (every, every[: rounds // 2], every[rounds // 2 :], every[[0, -1]] if rounds > 1 else every)
+    yield from (every[first::step] for step in (2, 3, 4, 8) for first in (0, step - 1))
+    yield from (np.flatnonzero(rng.random(rounds) < share) for share in (0.0, 0.1, 0.3, 0.9))
+
+
+@pytest.mark.parametrize("restart", [0, 7, 16])
+@pytest.mark.parametrize("rounds", [1, 2, 13, 64, 70])
+def test_sums_over_nodes_are_the_sensitivities_of_dense_factors(rounds, restart):
+    noise, same = EfficientTree(rounds, restart), least_squares(tree(rounds, restart=restart))
+    assert np.array_equal(noise.encoder, same.encoder)
+    assert np.array_equal(noise.decoder, same.decoder)
+    for chosen in patterns(rounds, np.random.default_rng(rounds)):
+        assert noise.sensitivity(chosen) == same.sensitivity(chosen)
+        own, by_inverse = noise.over_nodes(chosen), same.released_sensitivity(chosen)
+        assert by_inverse * (1 - 1e-9) <= own <= by_inverse * (1 + 1.1 * TREE_SLACK)
+        assert by_inverse * (1 - 1e-9) <= noise.released_sensitivity(chosen) <= own * (1 + 1e-9)
+
+
+def test_long_streams_are_summed_over_nodes():
+    noise, chosen = EfficientTree(200), np.arange(1, 200, 2)
+    assert noise.released_sensitivity(chosen) == noise.over_nodes(chosen)
+    assert noise.released_sensitivity(chosen[:40]) == Correlated.released_sensitivity(noise, chosen[:40])
+
+
+def test_rounds_that_nobody_sees_are_free():
+    """Mutants: all other rounds are 0 (too much), or 5 % less (too little)."""
+    noise, chosen = EfficientTree(16), np.array([2, 3, 9])
+    own = noise.over_nodes(chosen)
+    assert own < 0.9 * noise.sensitivity(chosen)
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        x = rng.normal(size=16)
+        x[chosen] = 1.0
+        assert np.linalg.norm(noise.encoder @ x) >= own / (1 + 1.1 * TREE_SLACK)
+    covariance = noise.decoder[chosen] @ noise.decoder[chosen].T
+    assert (0.95 * own) ** 2 < np.abs(np.linalg.inv(covariance)).sum() <= own**2
+
+
+def test_inverses_of_a_tree_s_covariance_have_no_negative_entry():
+    """What sums over nodes rest on. Mutant: running sums of noise, whose covariance has positive entries."""
+    rng = np.random.default_rng(1)
+    for restart in (0, 7):
+        decoder = EfficientTree(45, restart).decoder
+        covariance = decoder @ decoder.T
+        assert (covariance - np.diag(covariance.diagonal()) <= 1e-12).all()
+        chosen = np.flatnonzero(rng.random(45) < 0.3)
+        assert (np.linalg.inv(covariance[np.ix_(chosen, chosen)]) >= -1e-12).all()
+    sums = np.tri(45)
+    assert (sums @ sums.T - np.diag((sums**2).sum(1)) > 0.1).any()
+
+
+def test_factors_of_a_tree_cannot_be_replaced():
+    """Sums over nodes would charge a scaled encoder too little. Its plain factors are charged as they are."""
+    noise, chosen = EfficientTree(8), np.array([1, 6])
+    with pytest.raises(ValueError, match="encoder"):
+        dataclasses.replace(noise, encoder=2 * noise.encoder)
+    with pytest.raises(TypeError):
+        EfficientTree(2 * noise.encoder, noise.decoder, 8)
+    with pytest.raises(ValueError, match="read-only"):
+        noise.encoder[0, 0] = 2.0
+    scaled = Correlated(2 * noise.encoder, noise.decoder / 2)
+    assert scaled.released_sensitivity(chosen) == pytest.approx(2 * noise.over_nodes(chosen), rel=1e-5)

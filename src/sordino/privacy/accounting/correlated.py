@@ -10,7 +10,9 @@ The noise cancels only if one z serves all rounds: the server's, or that of clie
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +22,8 @@ from sordino.errors import SordinoError
 from sordino.lazy import scipy
 
 MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
+TREE_SLACK = 4e-6  # of a client's own tree: what the rounding of its factors may cost (docs/proofs.md, "Trees")
+INVERTED = 64  # rounds of a client's own tree up to which the covariance is inverted, which costs no slack
 EXPONENTS = np.arange(1, 33) / 32  # of the weights of earlier rounds, of which `fitted_diagonals` takes the best
 
 
@@ -73,12 +77,10 @@ def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = F
     Raises:
       SordinoError: rounds or restart is out of its range.
     """
-    _check(rounds)
-    if restart < 0:
-        raise SordinoError(f"restart: {restart} must be at least 0; 0 means a single tree.")
-    size = restart or rounds
-    followed, last = divmod(rounds - 1, size)
-    blocks = [_tree(size, honaker, complete)] * followed + [_tree(last + 1, honaker, False)]
+    *followed, last = _sizes(rounds, restart)
+    blocks = [_tree(last, honaker, False)]
+    if followed:
+        blocks = [_tree(followed[0], honaker, complete)] * len(followed) + blocks
     return Correlated(
         scipy.linalg.block_diag(*(b.encoder for b in blocks)), scipy.linalg.block_diag(*(b.decoder for b in blocks))
     )
@@ -191,9 +193,74 @@ def least_squares(noise: Correlated) -> Correlated:
     use them. |C x| is the same for every x. The factor of a tree has no negative entry (C^T C is ultrametric, so its
     inverse is an M-matrix), so `sensitivity` is exact.
     """
-    gram = noise.encoder.T @ noise.encoder
-    encoder = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1].T
-    return Correlated(encoder, scipy.linalg.solve_triangular(encoder, np.eye(len(encoder)), lower=True))
+    return Correlated(*_lower(noise.encoder.T @ noise.encoder))
+
+
+@dataclass(frozen=True)
+class EfficientTree(Correlated):
+    """`least_squares` of `tree`. What a client's own stream releases costs a sum over nodes: no matrix is inverted.
+
+    The factors follow from the number of rounds. They can be neither given nor replaced, because the sum over nodes is
+    right for these factors alone.
+
+    Args:
+      rounds: of the stage.
+      restart: rounds after which a new tree starts; 0 for one tree.
+
+    Raises:
+      SordinoError: rounds or restart is out of its range.
+
+    Example:
+      >>> noise = EfficientTree(4)
+      >>> round(noise.sensitivity(np.arange(4)) ** 2)  # four leaves, two pairs and the root: 4 + 2 * 4 + 16
+      28
+    """
+
+    encoder: np.ndarray = field(init=False, repr=False)
+    decoder: np.ndarray = field(init=False, repr=False)
+    rounds: int
+    restart: int = 0
+
+    def __post_init__(self) -> None:
+        gram, start = np.zeros((self.rounds, self.rounds)), 0
+        for size in _sizes(self.rounds, self.restart):
+            for first, stop in start + np.concatenate(levels(size)):
+                gram[first:stop, first:stop] += 1
+            start += size
+        for name, factor in zip(("encoder", "decoder"), _lower(gram), strict=True):
+            factor.flags.writeable = False
+            object.__setattr__(self, name, factor)
+
+    def released_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `Correlated.released_sensitivity`, by a sum over nodes where an inverse would take long."""
+        if len(rounds) <= INVERTED or np.array_equal(rounds, np.arange(len(rounds))):
+            return super().released_sensitivity(rounds)
+        return min(self.over_nodes(rounds), self.sensitivity(rounds))
+
+    def over_nodes(self, rounds: np.ndarray) -> float:
+        """A bound on `released_sensitivity`: the least |C x| over all x that are 1 in these rounds.
+
+        docs/proofs.md, "Trees", has the proof. Within a node, the least square for a sum s of its rounds is
+        c + (s - m)^2 / w. Two nodes together add up c, m and w, and the value of their parent adds s^2. No term is
+        negative, so all digits are kept.
+        """
+        square = 0.0
+        for taken in self._taken(rounds):
+            w, m, c = 1 - taken, taken, taken  # of leaves: those of other rounds are free
+            while len(m):
+                square += float(c[-1]) if len(m) % 2 else 0.0  # it has no parent
+                w, m, c = (_pairs(part) for part in (w, m, c))
+                w, m, c = w / (1 + w), m / (1 + w), c + m**2 / (1 + w)
+        return math.sqrt(square) * (1 + TREE_SLACK)
+
+    def _taken(self, rounds: np.ndarray) -> Iterator[np.ndarray]:
+        """By tree: 1 for each of these rounds, and 0 for others."""
+        taken = np.zeros(self.rounds)
+        taken[np.asarray(rounds, dtype=int)] = 1.0
+        start = 0
+        for size in _sizes(self.rounds, self.restart):
+            yield taken[start : start + size]
+            start += size
 
 
 def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
@@ -208,6 +275,27 @@ def _check(rounds: int) -> None:
             f"rounds: {rounds} must lie between 1 and {MOST_CORRELATED_ROUNDS} for correlated noise with dense "
             "factors; mechanism = inverse-root serves more."
         )
+
+
+def _sizes(rounds: int, restart: int) -> list[int]:
+    """The rounds of each tree."""
+    _check(rounds)
+    if restart < 0:
+        raise SordinoError(f"restart: {restart} must be at least 0; 0 means a single tree.")
+    followed, last = divmod(rounds - 1, restart or rounds)
+    return [restart] * followed + [last + 1]
+
+
+def _pairs(parts: np.ndarray) -> np.ndarray:
+    """Sums of two neighbours; the last one without a neighbour is left out."""
+    even = len(parts) // 2 * 2
+    return np.asarray(parts[:even:2] + parts[1:even:2])
+
+
+def _lower(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The lower triangular encoder with this Gram matrix, and its inverse."""
+    encoder = np.linalg.cholesky(gram[::-1, ::-1])[::-1, ::-1].T
+    return encoder, scipy.linalg.solve_triangular(encoder, np.eye(len(encoder)), lower=True)
 
 
 def _tree(rounds: int, honaker: bool, complete: bool) -> Correlated:
