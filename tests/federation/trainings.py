@@ -39,8 +39,8 @@ class Trainings:
     server, site: environment variables of the server's process and of the workers.
     """
 
-    def __init__(self, folder, cases, names=("north", "south", "west")):
-        base = {"method": "dp-fedsofim", "rounds": 3, "epsilon": 8.0, "delta": 1e-5, "trust": "untrusted-server"}
+    def __init__(self, folder, cases, names=("north", "south", "west"), rounds=3):
+        base = {"method": "dp-fedsofim", "rounds": rounds, "epsilon": 8.0, "delta": 1e-5, "trust": "untrusted-server"}
         self.federation = LocalFolders(folder / "federation", base, names, deadline=60.0, patience=60.0)
         for name in names:
             self.federation.configure(name, epsilon=200.0)

@@ -73,7 +73,7 @@ def bench(tmp_path):
         with open(app / "shell" / f"{part}.py", "a") as file:
             file.write(MARK.format(str(mark)))
     begun.mkdir()
-    trainings = Trainings(tmp_path / "trainings", FEW, tuple("abc"))
+    trainings = Trainings(tmp_path / "trainings", FEW, tuple("abc"), rounds=2)
     server = variables(SORDINO_SERVE="parts:serve", COORDINATORS=str(trainings.folder), OMP_NUM_THREADS="1")
     site = {**trainings.site, **variables(BEGUN=str(begun))}
     own = {"handler": "parts:handle", "server": server, "site": site, "most": 8 * 2**20}
