@@ -24,7 +24,7 @@ from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, continues_stream, plan_mechanism, unbounded_sampling
+from sordino.privacy.plan import Plan, continues_stream, noised_queries, plan_mechanism, unbounded_sampling
 from sordino.privacy.releases import sampler_of
 from sordino.privacy.spending import Group
 
@@ -54,7 +54,7 @@ INTEGERS = (
     "Gaussian noise sampled exactly. The account is concentrated DP (Kairouz, Liu, Steinke 2021), rounding included; "
     "what the rounding's bound may miss, 2^-64 per release, is part of δ.",
 )
-INTEGERS_OF_SAMPLES = (
+INTEGERS_AS_GAUSSIAN = (
     "Messages are integers modulo 2^32: clipped sums (added up in float64) in steps, randomly rounded, with discrete "
     "Gaussian noise sampled exactly. The account is that of the Gaussian noise, smaller by a factor of 1 + 2^-12, of "
     "which this noise is a function (docs/secure-aggregation.md), rounding included; what the rounding's bound may "
@@ -253,7 +253,8 @@ def _numerics(plan: Plan) -> tuple[str, ...]:
     """How numbers are computed, and by which account."""
     if plan.integers is None:
         return NUMERICS
-    return INTEGERS if plan.sampling.kind == FULL else INTEGERS_OF_SAMPLES
+    laws = [plan_mechanism(plan, s, k).event for s, k, _ in noised_queries(plan)]
+    return INTEGERS if any(law.is_concentrated for law in laws) else INTEGERS_AS_GAUSSIAN
 
 
 def _counted(number: int, noun: str) -> str:

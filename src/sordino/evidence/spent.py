@@ -82,21 +82,24 @@ class Spent:
 
     def __init__(self) -> None:
         self.square = 0.0  # mu squared, as if nothing were sampled
+        self.gaussian_square = 0.0  # the same, of the Gaussian releases that these are functions of
         # (sampler and adjacency, rate, sensitivity, std, mechanism, whose minibatches are counted together) -> times
         self.parts: dict[tuple[str, float, float, float, str, str], int] = {}
-        self.gaussian = True  # all noise is Gaussian
+        self.gaussian = True  # all noise is accounted for as Gaussian
         self.may_fail = 0  # releases whose bound may fail
 
     def copy(self) -> Self:
         other = type(self)()
-        other.square, other.parts = self.square, dict(self.parts)
+        other.square, other.gaussian_square, other.parts = self.square, self.gaussian_square, dict(self.parts)
         other.gaussian, other.may_fail = self.gaussian, self.may_fail
         return other
 
     def add(self, entry: Charge) -> None:
         noise = events.noise_event(entry.mechanism, entry.sensitivity, entry.std)
-        self.square += gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
-        self.gaussian &= noise.is_gaussian
+        square = gaussian.mu_of([(noise.mu, 1.0, entry.times)]) ** 2
+        self.square += square
+        self.gaussian_square += square * noise.gaussian_factor**2
+        self.gaussian &= noise.gaussian_factor > 0 and not noise.is_concentrated
         self.may_fail += entry.times * noise.may_fail
         sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
         # Epochs of an allocation begin with a run, so the minibatches of two runs, or of two queries, are no epoch.
@@ -107,7 +110,8 @@ class Spent:
     def repeated(self, times: int) -> Spent:
         """The cost of the same charges so many times."""
         other = Spent()
-        other.square, other.gaussian, other.may_fail = times * self.square, self.gaussian, times * self.may_fail
+        other.square, other.gaussian_square = times * self.square, times * self.gaussian_square
+        other.gaussian, other.may_fail = self.gaussian, times * self.may_fail
         for key, count in self.parts.items():
             if key[-1]:
                 other.parts |= {(*key[:-1], f"{key[-1]} {copy}"): count for copy in range(times)}
@@ -151,7 +155,16 @@ class Spent:
 
     def _plain(self, delta: float) -> float:
         """Epsilon as if nothing were sampled."""
-        return _unsampled_epsilon(self.square, delta - self._overflow, self.gaussian, self.may_fail)
+        return self._unsampled(delta - self._overflow)
+
+    def _unsampled(self, delta: float) -> float:
+        """Epsilon of releases on all data: Gaussian DP, or concentrated DP where some noise has no other account."""
+        left = concentrated.remaining(delta, self.may_fail)
+        if left <= 0 or math.isinf(self.square):
+            return math.inf
+        if self.gaussian:
+            return gaussian.epsilon(math.sqrt(self.gaussian_square), left)
+        return concentrated.epsilon(self.square / 2, delta, self.may_fail)
 
     def _under(self, adjacency: str, delta: float) -> float:
         """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
@@ -181,15 +194,6 @@ def _as_reserved(entry: Charge, run: Spent) -> Charge:
             rate, sensitivity, std = numbers
             return entry._replace(rate=rate, sensitivity=sensitivity, std=std)
     return entry
-
-
-def _unsampled_epsilon(square: float, delta: float, all_gaussian: bool, may_fail: int) -> float:
-    """Epsilon of releases on all data: Gaussian DP, or concentrated DP where some noise is not Gaussian."""
-    if delta <= 0 or math.isinf(square):
-        return math.inf
-    if all_gaussian:
-        return gaussian.epsilon(math.sqrt(square), delta)
-    return concentrated.epsilon(square / 2, delta, may_fail)
 
 
 class Choice(StrEnum):
@@ -295,18 +299,20 @@ class SpentByRuns(Spent):
                 mu = run.cover(rest / (number * (number + 1)))  # these shares add up to less than 1
                 if mu * mu < run.square:
                     counted.square += mu * mu
+                    counted.gaussian_square += mu * mu
                     continue
                 overflow += run._overflow
             counted.square += run.square
+            counted.gaussian_square += run.gaussian_square
             counted.gaussian &= run.gaussian
             counted.may_fail += run.may_fail
-        return _unsampled_epsilon(counted.square, delta - overflow, counted.gaussian, counted.may_fail)
+        return counted._unsampled(delta - overflow)
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
         # A small enough mu needs no further check, where it is proved that the mu squared of releases add up.
         adds_up = self._closed_form or (self.gaussian and self.choice is Choice.FIXED)
-        fits = adds_up and self.square <= mu * mu * (1 + MU_TOLERANCE)
+        fits = adds_up and not self.may_fail and self.gaussian_square <= mu * mu * (1 + MU_TOLERANCE)
         return not fits and self.epsilon(delta) > epsilon * (1 + MU_TOLERANCE)
 
     def left(self, epsilon: float, delta: float, shares: Sequence[float] = (1.0,)) -> float:
@@ -317,10 +323,13 @@ class SpentByRuns(Spent):
           delta: delta of the limit.
           shares: one further run per number, its part of mu squared.
         """
-        whole = limit_mu(epsilon, delta)
+        remaining = concentrated.remaining(delta, self.may_fail)
+        if remaining <= 0:
+            return 0.0
+        whole = limit_mu(epsilon, remaining)
         low, high = 0.0, whole  # mu of the releases
         if self._closed_form:
-            low = math.sqrt(max(0.0, whole * whole - self.square))
+            low = math.sqrt(max(0.0, whole * whole - self.gaussian_square))
         elif self.epsilon(delta) <= epsilon:
             for _ in range(12):
                 middle = (low + high) / 2

@@ -11,7 +11,8 @@ from sordino.core import Adjacency, Clipping, Trust, Unit
 from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site, numbers_of, ranges
 from sordino.evidence.signing import Signer, fingerprint, signed
 from sordino.privacy.accounting import normal
-from sordino.privacy.accounting.events import Gaussian, concentrated_guess
+from sordino.privacy.accounting.concentrated import SMOOTHING
+from sordino.privacy.accounting.events import DiscreteGaussian, concentrated_guess
 
 MOST_GROUPS = 20
 
@@ -278,17 +279,37 @@ def _betting_account(cert: Mapping[str, Any]) -> str:
     """From which account the chance of a right guess was computed, and why another run may state another one."""
     releases = [release for group in cert["groups"] for release in group["releases"]]
     sampled = any(release["rate"] < 1 for release in releases)
-    if any(release["mechanism"] != Gaussian.name for release in releases):
-        exact = "" if sampled else f": {_cases(100 * normal.upper_tail(-cert['mu'] / 2))} of 100 with this much noise"
+    if _concentrated(cert):
         return (
-            "This bound was computed by concentrated DP, because the noise consists of whole numbers, as secure "
-            "aggregation needs them. It is not tight. A simulation adds real-valued Gaussian noise, for which the "
-            f"chance is known exactly{exact}. So a simulation and a federation with the same ε may state different "
-            "chances. The difference is one of proofs: at the same ε, the federation does not add less noise."
+            "This bound was computed by concentrated DP, because the noise is correlated over rounds and consists of "
+            "whole numbers, as secure aggregation needs them. It is not tight. A simulation adds real-valued Gaussian "
+            f"noise, for which the chance is known exactly: {_cases(100 * normal.upper_tail(-cert['mu'] / 2))} of 100 "
+            "with this much noise. So a simulation and a federation with the same ε may state different chances. The "
+            "difference is one of proofs: at the same ε, the federation does not add less noise."
         )
     if sampled:
         return "This bound was computed numerically from the Gaussian noise and from what was drawn at random."
+    if cert.get("secure"):
+        return (
+            "This bound was computed from Gaussian noise of a standard deviation that is smaller by one part in 4,096. "
+            "The noise that was added, in whole numbers, is a function of it."
+        )
     return "This bound is exact for Gaussian noise, from which it was computed."
+
+
+def _concentrated(cert: Mapping[str, Any]) -> bool:
+    """Whether the account is concentrated DP."""
+    return any(
+        release["mechanism"] == DiscreteGaussian.name for group in cert["groups"] for release in group["releases"]
+    )
+
+
+def _guess(cert: Mapping[str, Any], records: int) -> float:
+    """The chance of a right guess about so many records of one client, with so many times the sensitivity."""
+    mu = records * cert["mu"]
+    if _concentrated(cert):
+        return concentrated_guess(mu)
+    return normal.upper_tail(-mu * (SMOOTHING if cert.get("secure") else 1.0) / 2)
 
 
 def _tier(epsilon: float) -> str:
@@ -374,11 +395,7 @@ def _not_protected(cert: Mapping[str, Any], unit: Unit) -> list[str]:
     if unit is Unit.RECORD and sampled:
         lines.append("A person with several records: the guarantee is for one record, not for all records of a person.")
     elif unit is Unit.RECORD and cert["mu"] is not None:
-        # Discrete noise has no exact bet: what concentrated DP proves of it, with k times the sensitivity.
-        several = {
-            k: concentrated_guess(k * cert["mu"]) if cert.get("secure") else normal.upper_tail(-k * cert["mu"] / 2)
-            for k in (2, 5, 10)
-        }
+        several = {k: _guess(cert, k) for k in (2, 5, 10)}
         bets = ", ".join(f"{_percent(part)} with {k} records" for k, part in several.items())
         lines.append(
             "A person with several records: the guarantee is for one record. About a person with several records at "

@@ -229,7 +229,7 @@ def plan_mechanism(plan: Plan, stage: int, number: int) -> Mechanism:
     mechanism = mechanism_of(plan.stages[stage].queries[number].noise)
     if plan.integers is None:
         return mechanism
-    return mechanism.with_integers(plan.integers.of(stage, number), sampled=plan.sampling.kind != FULL)
+    return mechanism.with_integers(plan.integers.of(stage, number))
 
 
 def sent_answers(plan: Plan, stage: int) -> tuple[Answer, ...]:

@@ -187,4 +187,4 @@ def test_a_certificate_of_an_unknown_mechanism_is_refused(change):
 def test_a_query_has_gaussian_noise_unless_it_says_otherwise():
     noise = Query.__dataclass_fields__["noise"].default
     assert mechanism_of(noise).name == "gaussian"
-    assert mechanism_of(noise).with_integers(Integers(10)).name == "discrete-gaussian"
+    assert mechanism_of(noise).with_integers(Integers(10)).name == "smoothed-discrete-gaussian"

@@ -28,7 +28,7 @@ from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
-from sordino.privacy.accounting import concentrated
+from sordino.privacy.accounting import concentrated, gaussian
 from sordino.privacy.mechanisms import discrete_gaussian
 from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
@@ -60,7 +60,9 @@ def test_the_promise_is_kept_and_not_by_much(adjacency, divisor):
     assert spending.epsilon_after(plan, plan.rounds - 1) == pytest.approx(spending.epsilon(plan), rel=1e-9)
     gaussian = replace(plan, integers=None)
     dearer = calibration.query_noises(plan)[0].std / calibration.query_noises(gaussian)[0].std
-    assert 1.03 < dearer.max() < 1.12  # concentrated DP, and a little for rounding
+    assert concentrated.SMOOTHING < dearer.max() < 1.01  # and a little for rounding
+    rho = concentrated.rho_of(4.0, plan.privacy.delta, plan.rounds)
+    assert spending.mu(plan) > 1.05 * math.sqrt(2 * rho)  # concentrated DP would need more noise
 
 
 def test_a_requested_epsilon_holds_for_a_client_that_moves_few_steps():
@@ -490,24 +492,35 @@ def test_the_fast_engine_adds_up_the_integers_of_one_run_at_a_time():
 # ------------------------------------------------------------------------------------------------------ the account
 
 
-def test_a_ledger_counts_discrete_and_gaussian_releases_together(tmp_path):
+@pytest.mark.parametrize(
+    ("law", "first", "limit"), [("smoothed-discrete-gaussian", 2.0, 2.15), ("discrete-gaussian", 2.15, 2.3)]
+)
+def test_a_ledger_counts_discrete_and_gaussian_releases_together(law, first, limit, tmp_path):
+    """Integer noise counts as Gaussian noise; that of streams, and of ledgers of before, as concentrated DP."""
     plan = made(epsilon=2.0)
     plain = replace(plan, integers=None, privacy=replace(plan.privacy, epsilon=1.0))
-    with Ledger(tmp_path / "ledger.db", epsilon=2.15, delta=1e-5) as ledger:
+    with Ledger(tmp_path / "ledger.db", epsilon=limit, delta=1e-5) as ledger:
         for t in range(plan.rounds):
-            ledger.charge([e._replace(who="data") for e in charges(plan, 3, t, "first")])
-        assert ledger.spent_epsilon("data", 1e-5) == pytest.approx(2.0, rel=1e-3)
+            entries = charges(plan, 3, t, "first")
+            assert {e.mechanism for e in entries} == {"smoothed-discrete-gaussian"}
+            ledger.charge([e._replace(who="data", sampler=law) for e in entries])
+        assert first * (1 - 1e-3) <= ledger.spent_epsilon("data", 1e-5) <= first * 1.02
         paid = 0
         with contextlib.suppress(OverspentError):
             for t in range(plain.rounds):
                 ledger.charge([e._replace(who="data") for e in charges(plain, 3, t, "second")])
                 paid += 1
         spent = ledger.spent_epsilon("data", 1e-5)
-    rho = sum((e.sensitivity / e.std) ** 2 / 2 for t in range(plan.rounds) for e in charges(plan, 3, t, ""))
-    rho += sum((e.sensitivity / e.std) ** 2 / 2 for t in range(paid) for e in charges(plain, 3, t, ""))
+    discrete = sum((e.sensitivity / e.std) ** 2 for t in range(plan.rounds) for e in charges(plan, 3, t, ""))
+    real = sum((e.sensitivity / e.std) ** 2 for t in range(paid) for e in charges(plain, 3, t, ""))
     assert 0 < paid < plain.rounds
-    assert spent == pytest.approx(concentrated.epsilon(rho, 1e-5, plan.rounds), rel=1e-9)
-    assert spent <= 2.15
+    if law == "discrete-gaussian":
+        want = concentrated.epsilon((discrete + real) / 2, 1e-5, plan.rounds)
+    else:
+        mu = math.sqrt(discrete * concentrated.SMOOTHING**2 + real)
+        want = gaussian.epsilon(mu, concentrated.remaining(1e-5, plan.rounds))
+    assert spent == pytest.approx(want, rel=1e-9)
+    assert spent <= limit
 
 
 @pytest.fixture(scope="module")
@@ -520,7 +533,7 @@ def test_a_certificate_verifies_and_tells_both_epsilons(cert):
     assert cert["secure"]["epsilon_server"] < cert["epsilon"]
     page = statement(cert)
     assert "even if one site cooperates" in page
-    assert "Discrete Gaussian" in page
+    assert "discrete Gaussian" in page
     several = [
         float(part.split(" %")[0].split()[-1]) for part in page.split("with probability up to")[1].split(",")[:1]
     ]

@@ -6,8 +6,8 @@ among them, with as much noise as the certificate counts. The clients' own code 
 rounding and discrete Gaussian noise. A message of the first round does not depend on noise, so it is computed once and
 encoded many times.
 
-The certificate accounts for this noise as concentrated DP, which claims more than Gaussian noise of the same variance
-costs. `lower_gaussian` assumes such Gaussian noise; many steps per standard deviation make the two alike.
+The certificate accounts for this noise as the Gaussian noise that it is a function of. `lower_gaussian` assumes such
+Gaussian noise; many steps per standard deviation make the two alike.
 """
 
 from __future__ import annotations

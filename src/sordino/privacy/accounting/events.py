@@ -59,7 +59,7 @@ class Gaussian(NoiseEvent):
 
 
 class DiscreteGaussian(NoiseEvent):
-    """Discrete Gaussian noise on a sum of integers, accounted for as concentrated DP."""
+    """Discrete Gaussian noise on a sum of integers, accounted for as concentrated DP, as rows of a stream are."""
 
     name = "discrete-gaussian"
     may_fail = True
@@ -67,7 +67,7 @@ class DiscreteGaussian(NoiseEvent):
 
 
 class SmoothedDiscreteGaussian(DiscreteGaussian):
-    """The same noise in a plan with samples, accounted for as the Gaussian noise that it is a function of.
+    """The same noise, accounted for as the Gaussian noise that it is a function of.
 
     `concentrated.SMOOTHING` has the proof.
     """
@@ -281,15 +281,17 @@ def guess(account: Account, adjacency: Adjacency) -> float:
     """The largest probability of a right guess between two equally likely cases: (1 + delta at epsilon 0) / 2."""
     parts = [part for part in _parts(account) if part.times]
     total = _mu(parts)
-    if not all(part.noise.is_gaussian for part in parts):
-        failures = sum(part.times for part in parts if part.noise.may_fail)
-        return min(1.0, concentrated_guess(total) + failures * FAILURE / 2)
+    failure = sum(part.times for part in parts if part.noise.may_fail) * FAILURE
+    if any(part.noise.is_concentrated for part in parts):
+        return min(1.0, concentrated_guess(total) + failure / 2)
     sampled, rest = _split(parts, adjacency)
-    if not sampled or math.isinf(total):
-        return normal.upper_tail(-total / 2)
+    if math.isinf(total):
+        return 1.0
+    if not sampled:
+        return min(1.0, normal.upper_tail(-rest / 2) + failure / 2)
     from sordino.privacy.accounting import subsampled
 
-    return (1 + subsampled.delta(sampled, 0.0, adjacency, rest)) / 2
+    return min(1.0, (1 + subsampled.delta(sampled, 0.0, adjacency, rest) + failure) / 2)
 
 
 def concentrated_guess(mu: float) -> float:

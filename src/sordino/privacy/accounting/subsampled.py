@@ -72,7 +72,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 6  # of the algorithm: cached results of other versions are not read
+VERSION = 7  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 COARSE = 20 * EXCESS  # the same of a coarse grid
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20

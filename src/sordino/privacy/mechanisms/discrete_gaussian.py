@@ -1,4 +1,4 @@
-"""Integer noise under secure aggregation, accounted for as concentrated DP.
+"""Integer noise under secure aggregation, accounted for as Gaussian noise, or in streams as concentrated DP.
 
 Client i holds a real vector u (its clipped sum times a public scale) and sends, modulo 2^32,
 
@@ -13,7 +13,7 @@ and the server's further steps are post-processing, and cost nothing.
 
 **What may fail.** The bound of `rounded` fails with probability at most 2^-80 over the dither, which is drawn
 independently of the data. Fix a pair of neighbours and a past, and call dithers at which the bound fails bad. Consider
-a modified run that stops at a bad dither and reveals only this. It is concentrated DP as accounted, and it equals the
+a modified run that stops at a bad dither and reveals only this. It is private as accounted, and it equals the
 real run if it does not stop. So P[real run in S] <= P[a dither is bad] + P[modified run in S] <= k 2^-80 + e^ε P'[real
 run in S] + δ after k releases. The failure probability enters once, without a factor of e^ε.
 

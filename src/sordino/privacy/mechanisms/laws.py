@@ -76,7 +76,7 @@ class DiscreteGaussianNoise(Mechanism):
 
 
 class SmoothedDiscreteGaussianNoise(DiscreteGaussianNoise):
-    """The same noise in a plan with minibatches, which has another account."""
+    """The same noise, fresh for every release, accounted for as the Gaussian noise that it is a function of."""
 
     name = "smoothed-discrete-gaussian"
     event = SmoothedDiscreteGaussian
@@ -85,8 +85,8 @@ class SmoothedDiscreteGaussianNoise(DiscreteGaussianNoise):
 class GaussianNoise(Mechanism):
     """Fresh Gaussian noise for every release; under secure aggregation, its discrete form."""
 
-    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
-        return (SmoothedDiscreteGaussianNoise if sampled else DiscreteGaussianNoise)(self.noise, integers)
+    def with_integers(self, integers: Integers) -> Mechanism:
+        return SmoothedDiscreteGaussianNoise(self.noise, integers)
 
 
 class EncodedDiscreteGaussianNoise(DiscreteGaussianNoise):
@@ -112,7 +112,7 @@ class EncodedDiscreteGaussianNoise(DiscreteGaussianNoise):
 class CorrelatedNoise(CorrelatedGaussian):
     """Correlated Gaussian noise; under secure aggregation, fresh integer noise on encoded answers."""
 
-    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+    def with_integers(self, integers: Integers) -> Mechanism:
         encoder = self.factors.encoder
         if encoder.shape[0] != encoder.shape[1] or np.triu(encoder, 1).any():
             raise SordinoError(
@@ -126,7 +126,7 @@ class CorrelatedNoise(CorrelatedGaussian):
 class InverseRootNoise(InverseRootGaussian):
     """The same noise; under secure aggregation, fresh integer noise on encoded answers."""
 
-    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+    def with_integers(self, integers: Integers) -> Mechanism:
         if self.factors.rounds > MOST_CORRELATED_ROUNDS:
             raise SordinoError(
                 f"rounds: under secure aggregation a site keeps its answers of all rounds of a stream, and rounding is "

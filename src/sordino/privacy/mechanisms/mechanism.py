@@ -103,11 +103,8 @@ class Mechanism:
         """
         return draw(source, [(1.0, at)], shape)
 
-    def with_integers(self, integers: Integers, sampled: bool = False) -> Mechanism:
+    def with_integers(self, integers: Integers) -> Mechanism:
         """The law that takes this one's place where secure aggregation adds up integers.
-
-        Args:
-          sampled: the plan has minibatches.
 
         Raises:
           SordinoError: there is none.
