@@ -136,3 +136,13 @@ def test_gradients_of_inputs_without_the_inputs(layer):
     compiled.without_inputs(graph)
     assert "convolution_backward" not in graph.code
     torch.testing.assert_close(graph(x), run(x))
+
+
+def test_a_pass_without_dropout_draws_nothing(traces):
+    torch.manual_seed(0)
+    for rate in (0.0, 0.5):
+        flat = TorchModel(adapt(Adapted(), rank=2, dropout=rate), shape=(6,))
+        theta, shard = flat.init(), Shard(torch.randn(12, 6), torch.arange(12) % 3, torch.ones(12))
+        before = torch.get_rng_state()
+        sums = [flat.clipped_sum(theta + 0.1, shard, 0.3) for _ in range(2)]
+        assert torch.equal(torch.get_rng_state(), before) == torch.equal(*sums) == (not rate)

@@ -27,6 +27,7 @@ class Trace(NamedTuple):
 
     run: Callable[..., Any]
     uses: list[tuple[Use, list[int]]]
+    random: bool  # it reads the seed of dropout
 
 
 class Passes:
@@ -50,8 +51,7 @@ class Passes:
 
         Uses that `apart` selects come in the form in which they are stored, and the others as gradients.
         """
-        seed = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int32, device=x.device)
-        inputs = [*params.values(), x, y, seed]
+        inputs = [*params.values(), x, y, torch.zeros(2, dtype=torch.int32, device=x.device)]
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type)
         key = (autocast, module.training, apart, *((t.shape, t.dtype, t.device) for t in inputs))
         if key not in self._known:
@@ -60,6 +60,8 @@ class Passes:
                 return
             self._known[key] = _traced(module, list(params), inputs, loss, owned, apart)
         trace = self._known[key]
+        if trace.random:
+            inputs[-1].random_(-(2**31), 2**31)
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             tensors = [*inputs, *trace.run(*inputs)]
         with placed(owned, params):  # rules read them
@@ -113,7 +115,8 @@ def _traced(
     without_activations(graph, [(a, each) for a, each in parts if each is not None and each.stride])
     nothing = torch.empty(0)
     uses = [(_emptied(use, nothing), places) for use, places in found]
-    return Trace(compile_graph(graph), uses)
+    seed = graph.graph.find_nodes(op="placeholder")[-1]
+    return Trace(compile_graph(graph), uses, bool(seed.users))
 
 
 def without_inputs(graph: torch.fx.GraphModule) -> None:
