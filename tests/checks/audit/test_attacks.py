@@ -166,7 +166,7 @@ def test_of_minibatches_too_the_score_is_the_log_likelihood_ratio(batch, adjacen
 def test_minibatches_stay_below_their_certificate_and_halved_noise_is_found_out(batch, adjacency):
     def found(factor):
         privacy = Privacy(2.0, 1e-5, adjacency=adjacency)
-        return audit("dp-fedgd", privacy, runs=600, seed=3, batch=batch, noise_factor=factor)
+        return audit("dp-fedgd", privacy, runs=3000, seed=3, batch=batch, noise_factor=factor)
 
     honest, halved = found(1.0), found(0.5)
     assert [honest.reach, honest.least_claim] == pytest.approx([1.0, 1.0], abs=1e-3)
