@@ -196,7 +196,9 @@ def imports(code: str, *words: str, env: dict[str, str] | None = None) -> set[st
     command = [sys.executable, "-c", code, *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
-    return set(done.stderr.split())
+    found = set(done.stderr.split())
+    assert "sordino" in found, "the list of modules is not the interpreter's"
+    return found
 
 
 MAIN = "from sordino.cli import main; status = main(sys.argv[1:]); assert status == 0, status"
