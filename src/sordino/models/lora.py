@@ -152,8 +152,8 @@ class _Adapted(torch.autograd.Function):
 def dropped_out(x: Tensor, seed: Tensor, number: int, rate: float) -> Tensor:
     """Dropout whose mask is a function of the seed, so that it can be computed twice instead of being stored.
 
-    The mask does not depend on records: privacy does not rest on it. A mixing function of 32 bits takes fewer instructions
-    than a cipher.
+    The mask does not depend on records: privacy does not rest on it. A mixing function of 32 bits takes fewer
+    instructions than a cipher.
 
     Args:
       x: any tensor.
