@@ -4,9 +4,10 @@
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
-Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried;
-audits keep bounds and how near the attack came; the table of methods leaves out the command of each run. Other
-documents only lose white space and digits. What is dropped is made again by the command in the document.
+Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried,
+times, and the work and noise multiplier of rows other than epsilon 1; audits keep bounds and how near the attack came;
+the table of methods leaves out the command of each run. Other documents only lose white space and digits. What is
+dropped is made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ RUN = ("label", "method", "epsilon", "seed")
 AUDIT = ("method", "unit", "adjacency", "trust", "batch", "certified", "lower_thresholds", "lower_gaussian")
 AUDIT = (*AUDIT, "lower_account", "reach", "least_claim", "runs", "broken")
 UNSHOWN = ("device", "torch", "smallest")  # of a point of estimation
+UNSHOWN_OF_ROWS = ("options", "validation", "epsilon_accounted", "milliseconds_per_round")  # of subsampling
+SHOWN_AT_ONE = ("noise_multiplier", "record_gradients")  # of subsampling, at epsilon 1
 CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
 
 
@@ -91,10 +94,13 @@ def estimation(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def subsampled(document: dict[str, Any]) -> dict[str, Any]:
-    rows = [
-        {key: value for key, value in row.items() if key not in ("options", "validation")} for row in document["rows"]
-    ]
-    return {**document, "rows": rows}
+    """What the page shows of a row: its work and its noise multiplier stand beside the row of epsilon 1 alone."""
+
+    def kept(row: dict[str, Any]) -> dict[str, Any]:
+        left_out = UNSHOWN_OF_ROWS if row["epsilon"] == 1 else (*UNSHOWN_OF_ROWS, *SHOWN_AT_ONE)
+        return {key: value for key, value in row.items() if key not in left_out}
+
+    return {**document, "rows": list(map(kept, document["rows"]))}
 
 
 def without_commands(document: dict[str, Any]) -> dict[str, Any]:

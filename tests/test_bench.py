@@ -189,3 +189,11 @@ def test_compacting_a_table_changes_no_figure_that_pages_show():
     assert digits({"ours": 36.7499}, "ours") == 36.7499, "36.75 is shown as 36.8"
     assert digits({"ours": 84.4522, "published": 82.4}, "ours") == 84.4522, "the difference would be 2.0, and is 2.1"
     assert digits({"ours": 0.12345, "digits": 3}, "ours") == 0.12345
+
+
+def test_compacting_subsampling_keeps_what_the_page_reads():
+    compact = loaded("compact")
+    row = {"epsilon": 1.0, "mean": 0.6, "noise_multiplier": 2.0, "record_gradients": 7, "milliseconds_per_round": 3.0}
+    rows = compact.subsampled({"rows": [row, {**row, "epsilon": 5.0}]})["rows"]
+    assert rows[0] == {"epsilon": 1.0, "mean": 0.6, "noise_multiplier": 2.0, "record_gradients": 7}
+    assert rows[1] == {"epsilon": 5.0, "mean": 0.6}
