@@ -1,6 +1,7 @@
 """What an auditor gets: enough to verify, and nothing that is not on the list of public fields."""
 
 import json
+import math
 
 import pytest
 
@@ -33,6 +34,25 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def mu_of(cert):
+    """mu of the site's rounds: sqrt(sum of times (sensitivity / std)^2) over the releases of the plan.
+
+    Integer noise is accounted for as Gaussian noise smaller by a factor of 1 + 2^-12 (docs/secure-aggregation.md).
+    """
+    (group,) = cert["groups"]
+    squares = sum(each["times"] * (each["sensitivity"] / each["std"]) ** 2 for each in group["releases"])
+    return (1 + 2**-12) * math.sqrt(squares)
+
+
+def gaussian_delta(mu, epsilon):
+    """delta of Gaussian noise at epsilon, in closed form."""
+
+    def above(x):
+        return math.erfc(x / math.sqrt(2)) / 2
+
+    return above(epsilon / mu - mu / 2) - math.exp(epsilon) * above(epsilon / mu + mu / 2)
+
+
 def test_a_site_s_copy_verifies_and_holds_listed_fields_alone(ended, tmp_path, capsys):
     out = tmp_path / "copy"
     assert main(["federate", "audit-copy", str(ended.place(NORTH)), "--out", str(out)]) == 0
@@ -48,7 +68,11 @@ def test_a_site_s_copy_verifies_and_holds_listed_fields_alone(ended, tmp_path, c
     ledger = json.loads((out / "ledger.json").read_text())
     assert set(public.fields(ledger)) == set(public.AUDIT_LEDGER) - {"receipt"}
     assert (ledger["rounds"], ledger["intact"], ledger["problem"]) == (2, True, False)
-    assert 5.5 < ledger["spent"] <= 8  # at the delta of site.toml, which is above the run's
+    # Both deltas to 1e-9: calibration leaves mu one part in 1e12 below what is requested, and the root finder is finer.
+    cert = json.loads((run / "certificate.json").read_text())
+    assert gaussian_delta(mu_of(cert), 8.0) == pytest.approx(1e-5, rel=1e-9), "what the plan's noise is calibrated to"
+    assert gaussian_delta(mu_of(cert), ledger["spent"]) == pytest.approx(ledger["delta"], rel=1e-9)
+    assert ledger["delta"] == ended.site_config(NORTH).delta > cert["delta"], "so the site's epsilon is the smaller one"
     key = {card.name: card.sign for card in ended.roster.sites}[NORTH]
     assert signed_mark(ledger["receipt"], key).rows == ledger["receipt"]["rows"]
     for secret in (ended.place(NORTH) / "data.npz", ended.place(NORTH) / "identity.key"):
