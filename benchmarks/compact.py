@@ -6,8 +6,8 @@ A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. 
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
 Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried,
 times, and the work and noise multiplier of rows other than epsilon 1; audits keep bounds and how near the attack came;
-the table of methods leaves out the command of each run. Other documents only lose white space and digits. What is
-dropped is made again by the command in the document.
+checks name their columns once; the table of methods leaves out the command of each run. Other documents only lose
+white space and digits. What is dropped is made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROUNDS = (10, 70)
 RUN = ("label", "method", "epsilon", "seed")
 AUDIT = ("method", "unit", "adjacency", "trust", "batch", "certified", "lower_thresholds", "lower_gaussian")
 AUDIT = (*AUDIT, "lower_account", "reach", "least_claim", "runs", "broken")
+CHECK = ("name", "unit", "adjacency", "query", "claimed", "worst_found", "passed")
 UNSHOWN = ("device", "torch", "smallest")  # of a point of estimation
 UNSHOWN_OF_ROWS = ("options", "validation", "epsilon_accounted", "milliseconds_per_round")  # of subsampling
 SHOWN_AT_ONE = ("noise_multiplier", "record_gradients")  # of subsampling, at epsilon 1
@@ -103,6 +104,16 @@ def subsampled(document: dict[str, Any]) -> dict[str, Any]:
     return {**document, "rows": list(map(kept, document["rows"]))}
 
 
+def checks(document: list[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
+    """Reports of `sordino check --json` with their columns once, and the problems of failures; no page shows how near
+    engines are. A document in this form stays as it is."""
+    if isinstance(document, dict):
+        return document
+    problems = sorted({problem for row in document for problem in row.get("problems", ())})
+    rows = [[row[key] for key in CHECK] for row in document]
+    return {"columns": list(CHECK), **({"problems": problems} if problems else {}), "rows": rows}
+
+
 def without_commands(document: dict[str, Any]) -> dict[str, Any]:
     """The command of a row follows from its method and data, and is in benchmarks/methods.py."""
     rows = [{key: value for key, value in row.items() if key != "command"} for row in document["rows"]]
@@ -112,8 +123,8 @@ def without_commands(document: dict[str, Any]) -> dict[str, Any]:
 def shrunk(path: Path, document: Any) -> Any:
     if path.stem.startswith("audit") and isinstance(document, list):
         return [{key: row[key] for key in AUDIT} for row in document]
-    if path.stem.startswith("checks"):  # no page shows how near engines are, and only failures have problems
-        return [{key: row[key] for key in row if row[key] != [] and key != "engines_max_diff"} for row in document]
+    if path.stem.startswith("checks"):
+        return checks(document)
     if isinstance(document, list):
         return document
     own = {"estimation": estimation, "subsampled": subsampled, "methods": without_commands}

@@ -238,31 +238,31 @@ def comparison_table() -> str:
     return grid(["ε", *(f"{e:g}" for e in EPSILONS)], rows)
 
 
+def reports(name: str) -> list[dict[str, Any]]:
+    """The rows of checks or audits: with their columns once, or as `sordino check` and `sordino audit` write them."""
+    document = load(name)
+    if isinstance(document, list):
+        return document
+    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
+
+
 def checks_table(name: str) -> str:
     """By method: how near the search came to each claim, and whether every contract held."""
     rows: dict[str, list[dict[str, Any]]] = {}
-    for report in load(name):
-        rows.setdefault(report["name"], []).append(report)
+    for row in reports(name):
+        rows.setdefault(row["name"], []).append(row)
     return grid(
         ["method", "claims", "nearest to a claim", "passed"],
         [
             [
                 f"`{method}`",
-                str(len(reports)),
-                f"{max((r['worst_found'] / r['claimed'] for r in reports if r['claimed']), default=0):.4f}",
-                "yes" if all(r["passed"] for r in reports) else "**no**",
+                str(len(mine)),
+                f"{max((r['worst_found'] / r['claimed'] for r in mine if r['claimed']), default=0):.4f}",
+                "yes" if all(r["passed"] for r in mine) else "**no**",
             ]
-            for method, reports in rows.items()
+            for method, mine in rows.items()
         ],
     )
-
-
-def audit_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of audits: written by `benchmarks/audit.py` with the columns once, or by `sordino audit --json`."""
-    document = load(name)
-    if isinstance(document, list):
-        return document
-    return [dict(zip(document["columns"], row, strict=True)) for row in document["rows"]]
 
 
 def audit_table(name: str) -> str:
@@ -270,7 +270,7 @@ def audit_table(name: str) -> str:
     keys = ("unit", "adjacency", "trust", "batch")
     bounds = ("lower_gaussian", "lower_account")  # null where an account does not apply
     rows = []
-    for row in audit_rows(name):
+    for row in reports(name):
         by_account = max(row[bound] for bound in bounds if row[bound] is not None)
         rows.append(
             [

@@ -197,3 +197,12 @@ def test_compacting_subsampling_keeps_what_the_page_reads():
     rows = compact.subsampled({"rows": [row, {**row, "epsilon": 5.0}]})["rows"]
     assert rows[0] == {"epsilon": 1.0, "mean": 0.6, "noise_multiplier": 2.0, "record_gradients": 7}
     assert rows[1] == {"epsilon": 5.0, "mean": 0.6}
+
+
+def test_compacting_checks_names_columns_once_and_keeps_problems():
+    compact = loaded("compact")
+    report = dict.fromkeys(compact.CHECK, 1) | {"engines_max_diff": 0.0, "problems": []}
+    document = compact.checks([report, report | {"problems": ["it fails"]}])
+    assert document["rows"] == [[1] * len(document["columns"])] * 2
+    assert document["problems"] == ["it fails"]
+    assert compact.checks(document) == document
