@@ -8,7 +8,8 @@ import pytest
 from hypothesis import strategies as st
 
 from sordino.errors import SordinoError
-from sordino.secagg.keys import _EIGHTH, LONGEST, SITES, Card, Identity, Roster, _signs
+from sordino.secagg.derive import EIGHTH
+from sordino.secagg.keys import LONGEST, SITES, Card, Identity, Roster, _signs
 from tests.support import fuzzed
 
 A, B = Identity("a", bytes(32), b"\1" * 32), Identity("b-2.x_Y", b"\2" * 32, b"\3" * 32)
@@ -87,7 +88,7 @@ def test_the_hash_tells_rosters_apart():
         ({"sign": (2).to_bytes(32, "little").hex()}, "Ed25519"),  # not on the curve
         ({"sign": (1).to_bytes(32, "little").hex()}, "Ed25519"),  # the neutral point
         ({"sign": (P + 3).to_bytes(32, "little").hex()}, "Ed25519"),  # 3, written otherwise
-        ({"sign": _EIGHTH.to_bytes(32, "little").hex()}, "Ed25519"),
+        ({"sign": EIGHTH.to_bytes(32, "little").hex()}, "Ed25519"),
         ({"box": bytes(32).hex()}, "X25519"),
         ({"box": (1).to_bytes(32, "little").hex()}, "X25519"),
         ({"box": "e0eb7a7c3b41b8ae1656e3faf19fc46ada098deb9c32b1fd866205165f49b800"}, "X25519"),
@@ -104,7 +105,7 @@ def test_points_of_low_order_are_those_named():
     """On the Edwards curve, doubling takes y to (y² + x²) / (1 - d x² y²), and x² follows from y: four points of order
     8 share |y|, and doubled they have y = 0, which is of order 4."""
     d = -121665 * pow(121666, -1, P) % P
-    for y in (_EIGHTH, P - _EIGHTH):
+    for y in (EIGHTH, P - EIGHTH):
         xx = (y * y - 1) * pow(d * y * y + 1, -1, P) % P
         assert (y * y + xx) * pow(1 - d * xx * y * y, -1, P) % P == 0
         assert pow(xx, (P - 1) // 2, P) == 1  # on the curve, so only the list keeps it out

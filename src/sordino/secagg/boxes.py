@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sordino.errors import SordinoError
 from sordino.secagg import shamir
-from sordino.secagg.derive import agree, derive, joined
+from sordino.secagg.derive import derive, joined
 from sordino.secagg.messages import BOX
 from sordino.secagg.session import Member
 
@@ -77,7 +77,7 @@ def _box(
     A site that lost its secret and drew another one offers another key.
     """
     session = member.session
-    common = agree(member.identity.box_key, bytes.fromhex(session.roster.card(peer).box))
+    common = member.identity.agree(bytes.fromhex(session.roster.card(peer).box))
     about = joined("box", session.context, round, sender, receiver)
     both = derive(common, about, salt=offered, size=32 + 12)
     return ChaCha20Poly1305(both[:32]), both[32:], about

@@ -22,7 +22,7 @@ from sordino import files
 from sordino.errors import SordinoError, nearest
 from sordino.evidence import signing
 from sordino.privacy.mechanisms.mask_graph import MOST_SITES
-from sordino.secagg.derive import low_order, public
+from sordino.secagg.derive import EIGHTH, FIELD, agree, low_order, public
 
 SITES = MOST_SITES
 LONGEST = 2**20  # most bytes of a roster file
@@ -30,9 +30,7 @@ LONGEST = 2**20  # most bytes of a roster file
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]{64}", re.ASCII)
 _LINE = re.compile(r"""\s*([a-z]+)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?:\#.*)?""", re.ASCII)
-_FIELD = 2**255 - 19
-_EDWARDS = -121665 * pow(121666, -1, _FIELD) % _FIELD
-_EIGHTH = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826  # y of points of order 8, up to sign
+_EDWARDS = -121665 * pow(121666, -1, FIELD) % FIELD
 
 
 class Card(NamedTuple):
@@ -73,6 +71,21 @@ class Identity:
     def sign(self, data: bytes) -> bytes:
         """Sign data. Ed25519 is deterministic: the same data gives the same signature."""
         return Ed25519PrivateKey.from_private_bytes(self.sign_key).sign(data)
+
+    def agree(self, box: bytes) -> bytes:
+        """The secret that the box keys of this site and of a peer agree on. It serves all boxes between them, so it is
+        kept.
+
+        Raises:
+          SordinoError: the peer's key is of low order.
+        """
+        if box not in self._agreed:
+            self._agreed[box] = agree(self.box_key, box)
+        return self._agreed[box]
+
+    @cached_property
+    def _agreed(self) -> dict[bytes, bytes]:
+        return {}
 
     def save(self, path: str | Path) -> None:
         """Write a new file that only its owner may read. An existing file is never overwritten."""
@@ -240,17 +253,17 @@ def _check_card(card: Card) -> None:
     if not _signs(bytes.fromhex(card.sign)):
         raise SordinoError(f"sign of '{card.name}': it is not an Ed25519 key; copy it from the site's card again.")
     box = bytes.fromhex(card.box)
-    if int.from_bytes(box, "little") >= _FIELD or low_order(box):
+    if int.from_bytes(box, "little") >= FIELD or low_order(box):
         raise SordinoError(f"box of '{card.name}': it is not an X25519 key; copy it from the site's card again.")
 
 
 def _signs(key: bytes) -> bool:
     """Whether it is a canonical point of the curve of large order. Anyone can sign under a key of low order."""
     y = int.from_bytes(key, "little") % 2**255
-    if y >= _FIELD or y in (0, 1, _FIELD - 1, _EIGHTH, _FIELD - _EIGHTH):
+    if y >= FIELD or y in (0, 1, FIELD - 1, EIGHTH, FIELD - EIGHTH):
         return False
     u, v = y * y - 1, _EDWARDS * y * y + 1  # x² = u / v
-    return pow(u * v, (_FIELD - 1) // 2, _FIELD) == 1
+    return pow(u * v, (FIELD - 1) // 2, FIELD) == 1
 
 
 def read_signer(path: str | Path) -> signing.Signer:
