@@ -624,13 +624,15 @@ class Ledger:
     def _prepare(self) -> None:
         self._ask("PRAGMA synchronous = FULL")
         self._ask("PRAGMA fullfsync = ON")  # on macOS a plain fsync leaves data in the drive's cache
-        self._new()  # refuses a file that is no ledger before anything changes it
+        new = self._new()  # refuses a file that is no ledger before anything changes it
         with suppress(PermissionError):  # a copied file may have another mode; only its owner can change it
             os.chmod(self.path, 0o600)  # SQLite gives the same mode to the files beside it
         with self._explained():
             self._write_ahead()
+        if not new:
+            return
         with self._transaction():
-            for statement in _TABLES if self._new() else ():
+            for statement in _TABLES if self._new() else ():  # another process may have been faster
                 self._db.execute(statement)
 
     def _open_to_read(self) -> None:
@@ -701,6 +703,9 @@ class Ledger:
             return
 
     def _restrict(self, mu: float, epsilon: float, delta: float) -> None:
+        stored = self._limit()[0]
+        if stored * (1 - MU_TOLERANCE) <= mu <= stored * (1 + MU_TOLERANCE):
+            return  # nothing to write: other processes need not wait
         with self._transaction():
             stored, *limit = self._limit()
             if mu > stored * (1 + MU_TOLERANCE):
@@ -714,16 +719,20 @@ class Ledger:
 
     def _settle(self, what: Literal["adjacency", "unit"], word: Adjacency | Unit) -> None:
         """Store the adjacency or the unit of all costs, or refuse another than the stored one."""
-        with self._transaction():
-            self._db.execute(f"CREATE TABLE IF NOT EXISTS {what} (word TEXT NOT NULL)")
-            stored = [word for (word,) in self._db.execute(f"SELECT word FROM {what}")]
-            if not stored:
-                self._db.execute(f"INSERT INTO {what} VALUES (?)", (str(word),))
-            elif stored != [str(word)]:
-                raise SordinoError(
-                    f"{what}: ledger {self.path} counts costs under {stored[0]}, which do not add up with costs under "
-                    f"{word}. Use {stored[0]}, or another ledger."
-                )
+        if not (stored := self._settled(what)):
+            with self._transaction():
+                self._db.execute(f"CREATE TABLE IF NOT EXISTS {what} (word TEXT NOT NULL)")
+                if not (stored := self._settled(what)):  # another process may have been faster
+                    self._db.execute(f"INSERT INTO {what} VALUES (?)", (str(word),))
+                    return
+        if stored != [str(word)]:
+            raise SordinoError(
+                f"{what}: ledger {self.path} counts costs under {stored[0]}, which do not add up with costs under "
+                f"{word}. Use {stored[0]}, or another ledger."
+            )
+
+    def _settled(self, what: Literal["adjacency", "unit"]) -> list[str]:
+        return [word for (word,) in self._ask(f"SELECT word FROM {what}")] if self._has(what) else []
 
     def _limit(self) -> tuple[float, float, float]:
         """(mu, epsilon, delta) of the strictest limit ever set."""
