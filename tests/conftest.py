@@ -3,6 +3,7 @@
 import atexit
 import gc
 import json
+import logging
 import os
 import shutil
 import signal
@@ -31,30 +32,45 @@ gc.disable()
 DURATIONS = Path(__file__).parent / "support" / "durations.json"
 
 
-@pytest.fixture(scope="session")
-def picture(tmp_path_factory):
-    """The bytes of one real picture of a run, drawn once per process."""
-    from sordino.training.evaluate import draw_curve
+# To draw takes three quarters of a short run. Tests that do not look at a picture get the first one of its format.
+PAINTED: dict[str, bytes] = {}
 
-    path = tmp_path_factory.mktemp("picture") / "curve.png"
-    history = [{"round": t, "accuracy": 0.5 + t / 10, "epsilon": float(t)} for t in (1, 2)]
-    return path.read_bytes() if draw_curve(path, "any run", 1e-5, history) else None
+
+@pytest.fixture(scope="session", autouse=True)
+def painting():
+    """A switch: whether every figure is painted."""
+    switch = {"on": False}
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        yield switch
+        return
+    paint = Figure.savefig
+
+    def savefig(figure, path, **options):
+        ending = Path(path).suffix if isinstance(path, str | Path) else ""
+        if switch["on"] or not ending:
+            paint(figure, path, **options)
+            return
+        if ending not in PAINTED:
+            paint(figure, path, **options)
+            PAINTED[ending] = Path(path).read_bytes()
+        Path(path).write_bytes(PAINTED[ending])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", savefig)
+        yield switch
 
 
 @pytest.fixture(autouse=True)
-def one_picture(request, monkeypatch):
-    """Drawing takes three quarters of a short run. Tests that do not look at the picture get the same one each time."""
+def painted(request, painting, monkeypatch):
+    """Tests with the mark `draws` paint. In others a run with a picture at hand does not even lay it out."""
+    painting["on"] = "draws" in request.keywords
     module = sys.modules.get("sordino.training.run")
-    if module is None or "draws" in request.keywords:
-        return
-
-    def draw(path, title, delta, history):
-        content = request.getfixturevalue("picture")
-        if content is not None:
-            path.write_bytes(content)
-        return content is not None
-
-    monkeypatch.setattr(module, "draw_curve", draw)
+    if module is not None and not painting["on"] and ".png" in PAINTED:
+        monkeypatch.setattr(module, "draw_curve", lambda path, *_: bool(path.write_bytes(PAINTED[".png"])))
+    yield
+    painting["on"] = False
 
 
 @pytest.hookimpl(trylast=True)
@@ -68,6 +84,24 @@ def pytest_collection_modifyitems(config, items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def logged():
+    """What the package logs: (level, text) of every line. Pytest's own plugin looks at every logger of every library
+    before and after every test, and is off."""
+    lines, logger = [], logging.getLogger("sordino")
+
+    class Lines(logging.Handler):
+        def emit(self, record):
+            lines.append((record.levelname, self.format(record)))
+
+    handler, before = Lines(), logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    yield lines
+    logger.setLevel(before)
+    logger.removeHandler(handler)
 
 
 LIVES = """

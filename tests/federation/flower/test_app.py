@@ -184,7 +184,7 @@ def test_virtual_nodes_are_the_sites_of_a_folder(tiny, tmp_path, monkeypatch):
     assert [t for _, t in federation.charged("west")] == [0, 1, 2]
 
 
-def test_the_server_reads_one_sentence_when_a_site_fails(tiny, tmp_path, monkeypatch, caplog):
+def test_the_server_reads_one_sentence_when_a_site_fails(tiny, tmp_path, monkeypatch, logged):
     federation = tiny()
     client = apps.client_app()
     monkeypatch.setattr(handler, "answer", lambda *_: 1 / 0)
@@ -193,7 +193,7 @@ def test_the_server_reads_one_sentence_when_a_site_fails(tiny, tmp_path, monkeyp
     for own in owns:
         reply = client(request(HELLO), context(own))
         assert (reply.error.code, reply.error.reason) == (2, FAILED)
-    assert "--node-config" in caplog.text
+    assert "--node-config" in str(logged)
     assert client(request("no bytes"), context(owns[0])).error.reason == FAILED
 
 
@@ -254,7 +254,7 @@ def test_the_socket_is_for_its_user_and_group_alone(served):
     assert door.ask(path, b"still") == b"STILL"
 
 
-def test_a_failure_a_lie_and_silence_hold_nobody_up(served, monkeypatch, caplog):
+def test_a_failure_a_lie_and_silence_hold_nobody_up(served, monkeypatch, logged):
     monkeypatch.setattr(door, "READ_SECONDS", 0.2)
     calls = []
 
@@ -267,7 +267,7 @@ def test_a_failure_a_lie_and_silence_hold_nobody_up(served, monkeypatch, caplog)
     path = served(handle)
     with pytest.raises((SordinoError, OSError)):
         door.ask(path, b"fail")
-    assert "patient 17" in caplog.text
+    assert "patient 17" in str(logged)
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(str(path))
         line.sendall(struct.pack(">Q", door.MOST_BYTES + 1))

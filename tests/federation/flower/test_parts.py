@@ -159,7 +159,7 @@ class TestGrid:
 
 
 @needs_flwr
-def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, caplog):
+def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, logged):
     from flwr.app import ConfigRecord, Message, RecordDict
     from flwr.supercore.task_identity import TaskIdentity
 
@@ -190,7 +190,7 @@ def test_a_site_answers_or_fails_in_one_sentence(monkeypatch, caplog):
     ):
         assert (reply.error.code, reply.error.reason) == (2, FAILED)
     assert called == []
-    assert "patient 4711" in caplog.text
+    assert "patient 4711" in str(logged)
 
 
 @needs_flwr
