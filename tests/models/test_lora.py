@@ -96,12 +96,23 @@ def tiny(name, **words):
     return library().build(name, classes=CLASSES, length=LENGTH, rank=RANK, **(TINY[name] | words))
 
 
+KEPT = {}
+
+
+def kept(name, **words):
+    """The same for tests that copy its module, made once."""
+    key = name, repr(words)
+    if key not in KEPT:
+        KEPT[key] = tiny(name, **words)
+    return KEPT[key]
+
+
 def made(name, dropout=0.0, **words):
     """(module in float64, rows as it reads them)."""
+    flat = None if name == "torch" else kept(name, dropout=dropout, **words)
     torch.manual_seed(1)
-    if name == "torch":
+    if flat is None:
         return adapt(Plain().double(), rank=RANK, dropout=dropout, **words), torch.randn(4, 5, 4, dtype=torch.float64)
-    flat = tiny(name, dropout=dropout, **words)
     module = copy.deepcopy(module_of(flat)).double()
     if module.pad is None:
         return module, torch.randn(4, *flat.shape, dtype=torch.float64)

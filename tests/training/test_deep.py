@@ -135,7 +135,7 @@ def test_variants_of_adapters_are_certified_and_their_files_give_the_same_model(
     ],
 )
 def test_variants_of_adapters_that_are_not_served_are_refused(tmp_path, values, words):
-    np.savez(tmp_path / "text.npz", x=np.ones((8, 4), np.float32), y=np.tile([0, 1], 4))
-    shared = {"data": str(tmp_path / "text.npz"), "model": "minilm-lora", "method": "dp-fedadam", "rounds": 2}
+    shared = {"data": language.answers(tmp_path / "answers.csv"), "text": "answer", "length": 8, "rounds": 2}
+    shared |= {"model": "causal-lora", "weights": str(language.gpt2(tmp_path)), "method": "dp-fedadam"}
     with pytest.raises(SordinoError, match=words):
         run.prepare(Spec.of({**shared, "clients": 2, **values}))
