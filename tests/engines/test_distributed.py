@@ -49,7 +49,7 @@ def tables(person=False):
 def network():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return TorchModel(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), check=False)  # tests of models check it
+        return TorchModel(nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 3)), check=False)
 
 
 def of_persons(method, records, **options):
@@ -169,7 +169,7 @@ def refusals(team):
     other = {"lr": 0.5} if team.rank else {}
     spec = Spec.of(SPEC | other)
     plan, model, records, _ = case("network")
-    dropout = TorchModel(nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 3)), check=False)  # tests of models check it
+    dropout = TorchModel(nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.5), nn.Linear(6, 3)), check=False)
     both = [source(1), source(2)]
     quiet, shifted, another = replace(plan, noise=0.1), replace(records, x=records.x + 1), network()
     another.module[2].weight.requires_grad_(False).add_(1.0)
