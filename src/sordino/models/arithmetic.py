@@ -82,12 +82,6 @@ class _Exact(ContextDecorator):
         return fresh
 
     def __enter__(self) -> None:
-        for name, harmless in PRECISION_VARIABLES.items():
-            if os.environ.get(name, "").lower() not in harmless:
-                raise SordinoError(
-                    f"{name}: '{os.environ[name]}' lowers the precision of products, so clipped sums would exceed "
-                    "their bound; unset it."
-                )
         _settings.hold()
         self._autocast = [
             torch.autocast(each, enabled=False) for each in self._types if torch.is_autocast_enabled(each)
@@ -114,11 +108,12 @@ class _Settings:
     def hold(self) -> None:
         with self._lock:
             if self._holders == 0:
+                _check_environment()
                 before = _read()
                 self._before = None if before == self._exact else before
                 if self._before is not None:
                     _make_exact()
-                    self._exact = _read()
+                    self._exact = self._exact or _read()
             self._holders += 1
 
     def release(self) -> None:
@@ -129,6 +124,15 @@ class _Settings:
 
 
 _settings = _Settings()
+
+
+def _check_environment() -> None:
+    for name, harmless in PRECISION_VARIABLES.items():
+        if os.environ.get(name, "").lower() not in harmless:
+            raise SordinoError(
+                f"{name}: '{os.environ[name]}' lowers the precision of products, so clipped sums would exceed "
+                "their bound; unset it."
+            )
 
 
 _MATMUL: Any = torch.backends.cuda.matmul
