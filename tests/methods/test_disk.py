@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from sordino import checks
-from sordino.checks.mutants import breaks, clips_each_gradient
+from sordino.checks.mutants import blended_stages, breaks, clips_each_gradient, concerns
 from sordino.core import Adjacency, Blend, Local, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
-from sordino.methods import REGISTRY, build
+from sordino.methods import build
 from sordino.methods.adapters import with_adapters
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
@@ -22,6 +22,7 @@ from sordino.privacy.mechanisms.random import source
 from sordino.privacy.plan import Plan
 
 CLIP, WEIGHTS = 0.7, (-1.5, 2.5)
+SQUARES = Linear(3, 1, Loss.SQUARES, bias=False)
 
 
 def network(mode="auto"):
@@ -129,7 +130,7 @@ def test_a_masked_record_does_not_change_how_the_others_are_computed(name):
 
 def test_the_search_finds_no_more_than_is_claimed_and_rejects_gradients_clipped_one_by_one():
     """With kappa = 0.3 one of the weights is negative."""
-    model, search = Linear(3, 1, Loss.SQUARES, bias=False), partial(checks.sensitivity, trials=2)
+    model, search = SQUARES, partial(checks.sensitivity, trials=2)
     for kappa in (0.3, 0.7):
         method = build("dp-disk", kappa=kappa)
         assert not any(found.beyond for found in search(method, model, Adjacency.ADD_REMOVE))
@@ -137,9 +138,46 @@ def test_the_search_finds_no_more_than_is_claimed_and_rejects_gradients_clipped_
 
 
 def test_sordino_check_tries_that_mutant_where_terms_are_clipped():
-    at_risk = {name for name in REGISTRY if breaks(clips_each_gradient, build(name))}
-    assert at_risk == {"dp-disk"}
+    assert [name for name in ("dp-disk", "dp-fedgd", "dp-fedadam") if blended_stages(build(name), SQUARES)] == [
+        "dp-disk"
+    ]
     assert not breaks(clips_each_gradient, build("dp-disk", Unit.CLIENT)), "a message is clipped as a whole"
+    assert not blended_stages(build("dp-disk", kappa=1.0), Linear(3, 3)), "one gradient, as in dp-fedgd"
+
+
+def of_others():
+    """A method of two stages from elsewhere, of which the second extrapolates gradients."""
+
+    def compute(ask, broadcast, memory, cache):
+        return ask.gradient(broadcast.theta, None, None, None, Blend(1.1 * broadcast.theta + 0.1, (2.0, -1.0)))
+
+    plain = build("dp-fedgd").stages[0]._replace(rounds=1)
+    return build("dp-fedgd")._replace(name="extrapolated", stages=(plain, plain._replace(local=Local(compute))))
+
+
+def test_a_blend_of_another_method_is_noticed_by_what_it_asks():
+    blended = blended_stages(of_others(), Linear(3, 3))
+    assert blended == {1}
+    concerned = [
+        query
+        for query in ("0.0 gradient", "1.0 gradient", "1.1 fisher")
+        if concerns(clips_each_gradient, query, blended)
+    ]
+    assert concerned == ["1.0 gradient"]
+
+
+def test_a_check_of_another_method_tries_that_mutant(monkeypatch):
+    tried, search = [], checks.sensitivity
+
+    def watched(method, model, *args, **options):
+        tried.append(options.get("rejects"))
+        return search(method, model, *args, **options)
+
+    monkeypatch.setattr(checks, "sensitivity", watched)
+    monkeypatch.setitem(checks.MUTANTS, "sensitivity", (clips_each_gradient,))
+    reports = checks.check("extrapolated", method=of_others(), models=[SQUARES], trials=checks.LEAST_TRIALS)
+    assert [report.problems for report in reports] == [[]] * 4
+    assert tried.count([1]) == 2, "under both adjacencies, for the query of the second stage"
 
 
 @pytest.mark.soak

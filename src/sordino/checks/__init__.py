@@ -29,6 +29,7 @@ from sordino.checks.language import clips_every_token, small_language
 from sordino.checks.mutants import (
     MUTANTS,
     OF_CLIPPINGS,
+    blended_stages,
     breaks,
     concerns,
     refactors_by_records,
@@ -506,8 +507,9 @@ def _searched(
         by_model += [search(method, model, seed=seed + again, further=True) for model in models]
     worst = [max(enumerate(results), key=lambda result: result[1].reached) for results in zip(*by_model, strict=True)]
     missed: list[list[str]] = [[] for _ in worst]
+    blended = blended_stages(method, models[0], seed=seed)
     for mutant in (mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)):
-        changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query.split()[-1])]
+        changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query, blended)]
         for best in {worst[k][0] for k in changed}:
             here = [k for k in changed if worst[k][0] == best]
             wrong = mutant(method, models[best % len(models)])

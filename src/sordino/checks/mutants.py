@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sordino import core
 from sordino.checks.contracts import greedy
-from sordino.checks.fixtures import Through
+from sordino.checks.fixtures import Space, Through, short_plan
 from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
+from sordino.engines import reference
+from sordino.privacy.mechanisms.random import Seeded
 from sordino.tree import tree_map
 
 SUMS = (
@@ -319,7 +322,6 @@ OF_CLIPPINGS: dict[str, Callable[[Method, Any], tuple[Method, Any]]] = {
     "per-layer": clips_every_layer_to_the_clip,
     "automatic": normalises_by_the_last_layer,
 }
-BLENDING = ("dp-disk",)  # methods whose terms are sums of two gradients
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
 SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped
@@ -329,13 +331,12 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     """Whether a mutant makes this method wrong.
 
     A model that clips wrongly does no harm to a method whose finished messages are clipped. At client level the engines
-    serve clients one by one, so a mutant that mixes clients has nothing to mix.
+    serve clients one by one, so a mutant that mixes clients has nothing to mix. `concerns` says which queries a
+    mutant of sensitivity changes, if any.
     """
     if mutant in (mixes_clients, scales_by_batch_maximum):
         return method.unit is not Unit.CLIENT
     if mutant in OF_PERSONS and method.unit is not Unit.PERSON:
-        return False
-    if mutant is clips_each_gradient and method.name not in BLENDING:
         return False
     if mutant not in MUTANTS["sensitivity"]:
         return True
@@ -347,8 +348,52 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
 
 
-def concerns(mutant: Callable[..., Any], kind: str) -> bool:
-    """Whether a mutant of sensitivity changes answers of this kind."""
+def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
+    """The stages that ask for two gradients in one clipped term, as a short run of the method shows.
+
+    Args:
+      method: the method, which keeps the contract `asks` on this model.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      The numbers of these stages.
+    """
+    asks_gradients = any(query.kind is Kind.GRADIENT for stage in method.stages for query in stage.queries)
+    if not asks_gradients or not getattr(model, "serves_blends", False):
+        return set()
+    running, blended = [0], set[int]()
+
+    def watched(s: int, stage: Stage) -> Stage:
+        def compute(*args: Any) -> Tree:
+            running[0] = s
+            message: Tree = stage.local.compute(*args)
+            return message
+
+        return stage._replace(local=stage.local._replace(compute=compute))
+
+    def total(name: str, inner: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
+        if how.get("blend") is not None:  # as the engines hand it on, however the rule asked for it
+            blended.add(running[0])
+        return inner(*args, **how)
+
+    watching = method._replace(stages=tuple(watched(s, stage) for s, stage in enumerate(method.stages)))
+    records = Space.of(model).records(np.random.default_rng(seed), method.unit)
+    list(reference.run(short_plan(watching), Through(model, ("clipped_sum",), total), records, Seeded(seed)))
+    return blended
+
+
+def concerns(mutant: Callable[..., Any], query: str, blended: Collection[int] = ()) -> bool:
+    """Whether a mutant of sensitivity changes the answers to a query.
+
+    Args:
+      mutant: the mutant.
+      query: the stage, the number and the kind of the query, as reports have them.
+      blended: the stages whose terms are sums of two gradients.
+    """
+    stage, kind = int(query.split(".")[0]), query.split()[-1]
+    if mutant is clips_each_gradient:
+        return stage in blended and kind in (Kind.GRADIENT, Kind.DELTA)
     if mutant is allows_a_clip_per_record:  # the mean of a person's vectors in a tally is short before it is clipped
         return kind != Kind.TALLY
     return mutant in (half_claimed, clips_records_not_persons) or (mutant in OF_TALLIES) == (kind in list(SHORT))
