@@ -23,10 +23,12 @@ CNN = {"model": "cnn", "method": "dp-fedadam", "batch": "poisson:16", "rounds": 
 @pytest.mark.parametrize("batch", tiers(["poisson:16", "fixed:16", "full"], ["poisson:16", "full"]))
 def test_a_network_is_trained_certified_and_used(tmp_path, batch, capsys):
     out = tmp_path / "run"
-    words = ["run", "--model", "mlp" if batch == "fixed:16" else "cnn", "--method", "dp-fedadam", "--batch", batch]
+    method = "dp-fedadam" if batch == "full" else "auto"
+    words = ["run", "--model", "mlp" if batch == "fixed:16" else "cnn", "--method", method, "--batch", batch]
     assert main([*words, "--rounds", "3", "--clients", "3", "--set", "evaluate_every=2", "--out", str(out)]) == 0
     cert = json.loads((out / "public" / "certificate.json").read_text())
     assert cert["certified"]
+    assert cert["queries"][0].get("clipping") == (None if method == "dp-fedadam" else "automatic:0.01")
     assert cert["sampler"]["records"] == ("all" if batch == "full" else batch)
     assert cert["epsilon"] <= 8 + 1e-9
     assert verify_run(out).problems == []
@@ -52,7 +54,9 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model": "cnn"}, "method: auto asks for a gram matrix"),
+        ({"model": "cnn", "unit": "client"}, "network: auto normalises gradients of records"),
+        ({"network": True}, "clipping: automatic is for networks"),
+        ({"model": "cnn", "network": False}, "method: auto asks for a gram matrix"),
         ({"model": "minilm-lora", "method": "dp-fedgd"}, "reads text"),
         ({"data": "sst2", "model": "cnn", "method": "dp-fedgd"}, "is text"),
         ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "rows of 5 numbers are laid out"),

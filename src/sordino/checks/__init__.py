@@ -41,7 +41,7 @@ from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.streams import MECHANISMS, missed_mutants, streams
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
-from sordino.core import Adjacency, Clipping, Kind, Method, Unit
+from sordino.core import FLAT_CLIPPING, Adjacency, Clipping, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.adapters import with_adapters
@@ -129,17 +129,36 @@ def check(
         raise SordinoError(
             f"trials: {trials} must be at least {LEAST_TRIALS}; a shorter search misses mutants and proves nothing."
         )
-    # Use the factory: `build` removes all claims from an external method that was not checked yet.
-    subjects = [entry(name).at(unit) for unit in entry(name).protects] if method is None else [method]
     return [
-        report for subject in subjects for report in _reports(name, subject, models or models_of(subject), trials, seed)
+        report
+        for subject in (subjects(name) if method is None else [method])
+        for report in _checked(name, subject, models or models_of(subject), trials, seed)
     ]
+
+
+def subjects(name: str) -> list[Method]:
+    """A registered method for each of its units, and for networks where that is another method."""
+    # Use the factory: `build` removes all claims from an external method that was not checked yet.
+    known = entry(name)
+    networks = [unit for unit in known.protects if unit is not Unit.CLIENT] if "network" in known.options else []
+    return [known.at(unit) for unit in known.protects] + [known.at(unit, network=True) for unit in networks]
 
 
 def models_of(method: Method) -> Sequence[core.Model]:
     """Small models that a method can train."""
-    boosts = any(query.kind is Kind.LEAVES for stage in method.stages for query in stage.queries)
-    return CHECKED_TREES if boosts else CHECKED_MODELS
+    queries = [query for stage in method.stages for query in stage.queries]
+    if any(query.clipping != FLAT_CLIPPING for query in queries):
+        return (small_network(),)
+    return CHECKED_TREES if any(query.kind is Kind.LEAVES for query in queries) else CHECKED_MODELS
+
+
+def _checked(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
+    """The reports of a method; if it normalises gradients itself, also against the mutant of its law of clipping."""
+    laws = {query.clipping.law for stage in method.stages for query in stage.queries} & OF_CLIPPINGS.keys()
+    if not laws:
+        return _reports(name, method, models, trials, seed)
+    (law,), (model, *_) = laws, models
+    return _rejecting(OF_CLIPPINGS[law], name, method, model, trials, seed)
 
 
 def check_model(

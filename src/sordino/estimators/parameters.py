@@ -9,8 +9,7 @@ import numpy as np
 from sklearn.base import BaseEstimator
 
 from sordino.errors import SordinoError
-from sordino.methods import entry
-from sordino.training.spec import RUN_KEYS, Spec
+from sordino.training.spec import RUN_KEYS, Spec, normalize_of
 
 OWN = ("model", "method", "epsilon", "delta", "rounds", "clients", "unit", "adjacency", "trust", "divisor", "normalize")
 NUMBERS = ("epsilon", "delta", "rounds", "clients")  # a run's spec reads them from text, too
@@ -54,7 +53,7 @@ def spec_of(estimator: BaseEstimator, *, grouped: bool, persons: bool, bare: boo
         raise SordinoError(f"options: '{misplaced[0]}' does not belong there; {where}.")
     parameters = {key: plain(getattr(estimator, key)) for key in OWN if not (grouped and key == "clients")}
     if bare and parameters["normalize"] is None:
-        parameters["normalize"] = entry(str(estimator.method)).normalize
+        parameters["normalize"] = normalize_of(str(estimator.method), str(parameters["model"]))
     return Spec.of(
         {
             **options,

@@ -83,7 +83,10 @@ REGISTRY: dict[str, MethodEntry] = {
         batch=(),
         normalize="record",
         bounds=declare(
-            clips="clip radius", counts="intervals few_rounds", weights="prior doubt early_share covariance_share"
+            clips="clip radius",
+            counts="intervals few_rounds",
+            weights="prior doubt early_share covariance_share",
+            choices="network",
         ),
     ),
     "dp-fedgd": MethodEntry(

@@ -8,7 +8,8 @@ release is linear, so every trust model is proved. Records should have one norm,
 (`normalize = record`).
 
 A survival model begins with a noised histogram of labels, its life table (`rules.life_table`), which gives the baseline
-hazards. A run of fewer rounds than all that needs releases it in the first round (`methods.few_rounds`).
+hazards. A run of fewer rounds than all that needs releases it in the first round (`methods.few_rounds`). A network has
+no such matrix: `methods.network`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
 from sordino.methods.few_rounds import few_round_stages
+from sordino.methods.network import network_stage
 from sordino.rules import estimate_covariance, kalman
 from sordino.rules.basic import check_above_zero
 from sordino.rules.life_table import estimate_hazard_curvature, first_hazard, release_life_table
@@ -38,6 +40,7 @@ def auto(
     covariance_share: float = 0.05,
     intervals: int = 0,
     few_rounds: int = 0,
+    network: bool = False,
 ) -> Method:
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
@@ -51,6 +54,7 @@ def auto(
         covariance_share: Part of mu squared for A; of survival, as much again for the life table.
         intervals: Of survival, the number of public intervals; a run takes it from its schema. 0 for other tasks.
         few_rounds: Of a run with fewer rounds than `least_rounds`, their number; a run sets it. 0 for other runs.
+        network: The model is a network; a run sets it. Gradients are normalised, and only `clip` has a meaning.
 
     Returns:
         The method.
@@ -61,10 +65,11 @@ def auto(
     Guarantee:
         Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round. Of
             survival, before these, the noised histogram of labels by interval. With few_rounds, all three together in
-            the first round.
+            the first round. Of a network, one noised gradient per round.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
             Histogram: 1, or sqrt(2). With few_rounds at client level, a client's first message: 1, or 2.
-        Proved for: record and client level; untrusted-server, secure-aggregation and trusted-server.
+        Proved for: record and client level (networks: record level); untrusted-server, secure-aggregation and
+            trusted-server.
         Reason: Every release is linear, and the steps are computed from releases and public numbers.
 
     Example:
@@ -75,6 +80,9 @@ def auto(
         24.041630560342618
     """
     check_above_zero(clip=clip, radius=radius, prior=prior)
+    proves = frozenset((unit, trust) for trust in Trust)
+    if network:
+        return Method("auto", unit, (network_stage(unit, clip),), proves)
     if not 0 <= doubt < math.inf:
         raise SordinoError(f"doubt: {doubt} must be a finite number, 0 or more.")
     if not (covariance_share > 0 and early_share >= 0 and covariance_share + early_share < 1):
@@ -87,7 +95,6 @@ def auto(
     if not 0 <= few_rounds <= MOST_FEW_ROUNDS:
         raise SordinoError(f"few_rounds: {few_rounds} must lie in [0, {MOST_FEW_ROUNDS}]; a run sets it.")
     whole, most = unit is Unit.CLIENT, 1 + radius**2
-    proves = frozenset((unit, trust) for trust in Trust)
     if few_rounds:
         few = few_round_stages(unit, few_rounds, intervals, clip=clip, most=most, prior=prior, doubt=doubt)
         return Method("auto", unit, few, proves)

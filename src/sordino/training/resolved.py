@@ -46,7 +46,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
-from sordino.training.spec import Spec, model_of
+from sordino.training.spec import Spec, model_of, normalize_of
 
 if TYPE_CHECKING:  # these need torch, or are needed only where data are read
     from sordino.data.records import Records
@@ -650,7 +650,8 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         )
     normalize = spec.normalize
     if normalize is None:
-        normalize = f"table:{schema.used}" if schema is not None and known.normalize == "record" else known.normalize
+        normalize = normalize_of(spec.method, spec.model)
+        normalize = f"table:{schema.used}" if schema is not None and normalize == "record" else normalize
     seed = spec.seed if spec.seed is not None else secrets.randbits(126)
     known_options = registry.entry(spec.model).options.items()
     model_options = {key: option.default for key, option in known_options if option.default is not None}
@@ -764,9 +765,12 @@ def _person_column(spec: Spec, schema: Schema | None) -> str | None:
 
 
 def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
-    """What `auto` needs to know of a run: how many intervals there are for survival, and whether rounds are few."""
+    """What `auto` needs to know of a run: whether the model is a network, how many intervals there are for survival,
+    and whether rounds are few."""
     if spec.method != "auto":
         return {}
+    if registry.entry(spec.model).network:
+        return {"network": True}
     options: dict[str, Any] = {}
     if schema is not None and schema.target is not None and schema.task == "survival":
         options["intervals"] = len(schema.target.intervals) - 1

@@ -42,7 +42,7 @@ class Spec:
     person_ids: str = "global"  # or per-client: equal ids at two clients are two persons
     public_stats: str | None = None
     private_statistics: float | None = None  # share of the budget that finds the ranges of columns with `within`
-    normalize: str | None = None  # by default what the method asks for, mostly none
+    normalize: str | None = None  # by default what the method asks for (`normalize_of`), mostly none
     test_fraction: float = 0.2
     public_data: bool | None = None  # true: everybody may see these records
     length: int = 64  # tokens per text
@@ -190,6 +190,15 @@ RUN_KEYS = tuple(name for name in _ANNOTATIONS if name not in ("options", "model
 def model_of(method: str, model: str) -> str:
     """The model that is meant: a method may stand for another one than `auto`."""
     return entry(method).model if model == Spec.model else model
+
+
+def normalize_of(method: str, model: str) -> str:
+    """How records are scaled where nobody says: as the method asks for, and those of a network not at all.
+
+    >>> normalize_of("auto", "auto"), normalize_of("auto", "mlp")
+    ('record', 'none')
+    """
+    return "none" if registry.entry(model_of(method, model)).network else entry(method).normalize
 
 
 def keys(method: str, model: str = Spec.model) -> list[str]:

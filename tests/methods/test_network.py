@@ -1,0 +1,74 @@
+"""`auto` for networks: what it releases, under which law, and where it is refused."""
+
+import numpy as np
+import pytest
+import torch
+
+from sordino import checks
+from sordino.checks import small_network
+from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
+from sordino.data.records import Records
+from sordino.engines import simulate
+from sordino.errors import SordinoError
+from sordino.methods import REGISTRY, build
+from sordino.privacy import spending
+from sordino.privacy.mechanisms.random import Seeded
+from sordino.privacy.participation import Sampling
+from sordino.privacy.plan import Plan
+from tests.support import tiers
+
+ROUNDS = 3
+
+
+def records():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3)).astype(np.float32)
+    return Records.of(x, (x[:, 0] > 0).astype(np.int64), np.repeat(np.arange(3), 20))
+
+
+def plan(trust=Trust.UNTRUSTED_SERVER, method="auto", **options):
+    options = {"network": True, **options} if method == "auto" else options
+    sampling = Sampling.parse("poisson:8")
+    return Plan(build(method, **options), ROUNDS, records().sizes, Privacy(8.0, trust=trust), sampling=sampling)
+
+
+def test_one_gradient_per_round_is_released_whose_norm_is_the_clip():
+    (stage,) = build("auto", network=True, clip=3.0).stages
+    (query,) = stage.queries
+    assert (query.kind, query.clip, query.clipping.law, query.psd) == (Kind.GRADIENT, 3.0, "automatic", False)
+    assert query.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD) == 6.0
+    assert build("auto", "person", network=True).proves == {(Unit.PERSON, trust) for trust in Trust}
+
+
+@pytest.mark.parametrize("trust", Trust)
+def test_the_account_is_that_of_dp_fedadam(trust):
+    assert spending.epsilon(plan(trust)) == pytest.approx(spending.epsilon(plan(trust, "dp-fedadam")), rel=1e-12)
+
+
+def test_the_clip_changes_nothing_but_the_unit():
+    model, ends = small_network(), []
+    for clip in (5.0, 0.01):
+        *_, last = simulate.run(plan(clip=clip), model, records(), Seeded(4))
+        ends.append(last.model)
+    assert torch.isfinite(ends[0]).all()
+    torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("unit", tiers([Unit.RECORD, Unit.PERSON], 1))
+def test_it_keeps_its_contracts_and_both_engines_agree(unit):
+    reports = checks.check("auto", trials=checks.LEAST_TRIALS, method=REGISTRY["auto"].at(unit, network=True))
+    assert {report.adjacency for report in reports} == set(Adjacency)
+    for report in reports:
+        assert report.passed, report.problems
+        assert checks.REQUIRED_SHARE * report.claimed <= report.worst_found <= report.claimed
+
+
+def test_a_check_of_auto_covers_networks():
+    laws = {(method.unit, method.stages[0].queries[0].clipping.law) for method in checks.subjects("auto")}
+    assert laws == {(unit, "flat") for unit in Unit} | {(unit, "automatic") for unit in (Unit.RECORD, Unit.PERSON)}
+    assert [method.unit for method in checks.subjects("dp-fedadamw")] == [Unit.RECORD, Unit.PERSON]
+
+
+def test_client_level_is_refused():
+    with pytest.raises(SordinoError, match=r"network: auto normalises gradients of records.*unit = record"):
+        build("auto", "client", network=True)
