@@ -183,7 +183,10 @@ def test_training_lowers_the_perplexity_that_is_told(folder, table, tmp_path, ca
         ({"weights": "/nowhere"}, "weights: '/nowhere' is not a folder"),
         ({"length": 100}, "length: 100 must lie between 2 and 32"),
         ({"length": 2}, "length: 2 leaves no room"),
-        ({"method": "auto", "normalize": "record"}, "method: auto scales numbers, and the features are token ids; use a method for networks"),
+        (
+            {"method": "auto", "normalize": "record"},
+            "method: auto scales numbers, and the features are token ids",
+        ),
         ({"model": "sequence-lora", "prompt": "question"}, "prompt: model sequence-lora learns labels"),
         ({"data": "sst2", "text": None}, "text: causal-lora learns the text of a table"),
     ],
