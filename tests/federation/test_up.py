@@ -170,7 +170,7 @@ def test_twelve_sites_share_one_stream_of_noise(tmp_path):
 
 
 def test_a_network_of_the_spec_is_allowed_by_the_sites(tmp_path):
-    spec = {"model": "mlp", "method": "dp-fedadam", "rounds": 2, "batch": "poisson:16"}
+    spec = {"model": "mlp", "method": "auto", "rounds": 2, "batch": "poisson:16"}
     prepare(tmp_path / "out", 3, spec=spec)
     for place in (tmp_path / "out" / "sites").iterdir():
         assert SiteConfig.read(place / "site.toml").models == ("mlp",)
@@ -183,7 +183,7 @@ def test_a_table_of_texts_is_divided_among_the_sites(tmp_path):
     spec = {"model": "causal-lora", "length": 10, "rounds": 2, "weights": str(weights), "method": "dp-fedgd"}
     spec |= {"trust": "untrusted-server"}
     with pytest.raises(SordinoError, match="method: auto scales numbers, and the features are token ids"):
-        prepare(tmp_path / "out", spec=spec | {"method": "auto"}, **about)
+        prepare(tmp_path / "out", spec=spec | {"method": "auto", "normalize": "record"}, **about)
     with pytest.raises(SordinoError, match="text: the schema says what every column is"):
         prepare(tmp_path / "out", spec=spec, **about, schema=tmp_path / "schema.toml")
     assert not (tmp_path / "out").exists()
