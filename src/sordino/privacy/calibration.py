@@ -276,10 +276,13 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
     """The largest factor that one of the accounts needs; one that a smaller factor suffices for needs no search.
 
     If there are many, the one that should need most by the central limit comes first, and those that should need less
-    are compared in groups: what suffices for the largest numbers of a group suffices for its members.
+    are compared in groups: what suffices for the largest numbers of a group suffices for its members. Many accounts
+    with epochs are searched on coarse grids alone.
     """
     from sordino.privacy.accounting import subsampled
 
+    tolerance = subsampled.tolerance(accounts)
+    coarse = tolerance >= subsampled.WIDE
     limit = partial(subsampled.limit, delta=delta, adjacency=adjacency)
     groups = [[account] for account in accounts]
     largest = 0.0  # the limit of the first account, if there are many
@@ -294,12 +297,14 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
         releases, mu, epsilon = together = _merged(group)
         part = limit(together) / largest if largest else 0.0
         scaled = _with_noise(releases, most) if most else []
-        if most and subsampled.suffices(scaled, epsilon, delta, adjacency, mu / most, expected=part):
+        if most and subsampled.suffices(scaled, epsilon, delta, adjacency, mu / most, expected=part, fine=not coarse):
             continue
         if len(group) > 1:
             groups[:0] = [[account] for account in group]
         else:
-            most = max(most, subsampled.scale(releases, epsilon, delta, adjacency, mu))
+            start = round(most / limit(together), 6) if coarse else 0.0
+            factor = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance, start=start)
+            most = max(most, factor)
     return most
 
 

@@ -219,3 +219,44 @@ def test_many_accounts_share_their_search(adjacency, monkeypatch, tmp_path):
             for part in (1.0, 0.94)
         ]
         assert spent[0] <= 2.0 < spent[1]
+
+
+@pytest.mark.parametrize("way", ["remove", "add"])
+def test_sums_on_one_grid_dominate_whole_epochs(way):
+    """By simulation of 60 terms; the same by divergences at single factors, which are looser. Mutant: 0.95 mu."""
+    bins, mu, draws = 60, 0.5, 100_000
+    std = allocation.loss_std(bins, bins, mu, way)
+    z = np.random.default_rng(5).standard_normal((draws, bins))
+    w = np.exp(mu * z - mu * mu / 2)
+    without = w.mean(1)
+    with_it = without + (np.exp(mu * (z[:, 0] + mu) - mu * mu / 2) - w[:, 0]) / bins
+    pair = allocation.law(bins, bins, mu, way, 1e-9, 0.15 * std)
+    coarse = allocation.law(bins, bins, mu, way, 1e-9, 0.5 * std)
+    single = allocation._from_profile(bins, bins, mu, way, 1e-9, (0.15 * std, 0.025))
+    less = allocation.law(bins, bins, 0.95 * mu, way, 1e-9, 0.15 * std)
+    assert len(pair.losses) > len(coarse.losses) > len(single.losses)
+    for alpha in np.exp(std * np.array([-1.0, 0.0, 1.0, 2.0])):
+        parts = np.maximum(1 - alpha / with_it, 0) if way == "remove" else np.maximum(1 - alpha * without, 0)
+        truth, error = parts.mean(), parts.std() / math.sqrt(draws)
+        found = divergence(pair, alpha)
+        assert truth - 4 * error <= found <= 1.002 * truth + 4 * error
+        assert found <= divergence(coarse, alpha) * (1 + 1e-9) <= 1.01 * found
+        assert found <= divergence(single, alpha) * (1 + 1e-3) + 1e-9
+        assert divergence(less, alpha) < found
+    assert divergence(less, 1.0) < np.maximum(1 - without, 0).mean() * 0.98, "a shorter term is found out"
+
+
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_a_search_on_coarse_grids_needs_little_more_noise(adjacency, monkeypatch, tmp_path):
+    """The slow search is that on fine grids; neither claims too little."""
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
+    for release, tolerance, more in (
+        (SampledGaussian(1 / 40, 1.0, 100, Sampler.ALLOCATION), subsampled.WIDE, 1.02),
+        (SampledGaussian(0.03, 1.0, 200), subsampled.SHARED, 1.004),
+        (SampledGaussian(0.03, 1.0, 200, Sampler.FIXED), subsampled.SHARED, 1.004),
+    ):
+        slow, fast = (
+            subsampled.scale([release], 2.0, 1e-5, adjacency, tolerance=each) for each in (subsampled.CLOSE, tolerance)
+        )
+        assert slow * (1 - 2 * subsampled.CLOSE) < fast < more * slow
+        assert subsampled.epsilon([release._replace(mu=1 / fast)], 1e-5, adjacency) <= 2.0

@@ -19,10 +19,11 @@ is an equality if y, the sum of the others, is at least -top; so a `top` that is
 next to nothing, however far a term may reach. The terms then lie on a grid, and one Fourier transform and a power give
 the law of their sum. What is wrapped around or lost to rounding is added.
 
-There are two ways to the pair of an epoch. For a record that leaves, if one grid can hold A itself in cells that are
-small compared with a term (`_from_sum`), its law is the answer. Otherwise the divergence is computed at some alphas,
-each on a grid of its own (`_from_profile`), from tilted masses, so that a small one is not lost in rounding. The chords
-between them are above the convex function.
+There are two ways to the pair of an epoch. If only one record comes or goes, and one grid can hold A itself in cells
+that are small compared with a term, the law of A on it is the answer in both directions (`_leaving`, `_joining`):
+spreading A with its mean kept increases every divergence. Otherwise the divergence is computed at some alphas, each on
+a grid of its own (`_from_profile`), from tilted masses, so that a small one is not lost in rounding. The chords between
+them are above the convex function.
 """
 
 from __future__ import annotations
@@ -39,8 +40,11 @@ Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
 MOST_ALPHAS = 400  # at which a divergence is computed
 MOST_LOSS = 300.0  # exp(MOST_LOSS) is the largest alpha
-SUM_WIDTH, SUM_CELLS = 0.03, 1 << 15  # of a grid for all alphas: width of a cell in standard deviations of one term
+SUM_CELLS = 1 << 16  # of a grid for all alphas, at most
+MOST_WIDTH = 0.25  # of a cell of such a grid, in standard deviations of one term
+SUM_REACH = 12.0  # standard deviations of the sum, on either side of its mean, that it holds
 WIDTH, CELLS = 0.1, 1 << 11  # of the grid for one alpha
+SUM_ROUNDING = 2e-13  # about the bound on what rounding adds to all masses of such a grid, per round
 _PLACES = 256  # units in the last place: more than the rounding of a cell's ends, relative to the terms there
 _WRAPPED = 16.0  # -log of the tilted mass that may wrap around
 _AT_ONCE = 8  # alphas that are computed together
@@ -60,7 +64,7 @@ class Law(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> Law:
+def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float, growth: float = 0.025) -> Law:
     """The pair that dominates one epoch.
 
     Args:
@@ -69,22 +73,18 @@ def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float)
       mu: the largest length of a record's term, in standard deviations of the noise.
       way: `remove`, `add` or `replace`.
       cut: probability that may be counted as an infinite loss.
-      spacing: of the losses of the pair, where it is computed loss by loss. Tails have wider spaces.
+      spacing: of the losses of the pair, where it is computed loss by loss.
+      growth: the same of large losses, as a share of the loss.
 
     Returns:
       The pair.
     """
-    if way == "remove":
-        h, top, reach = _sum_grid(rounds, mu, cut)
-        if reach <= h * SUM_CELLS:
-            return _from_sum(bins, rounds, mu, h, top, reach)
-    return _from_profile(bins, rounds, mu, way, cut, spacing)
-
-
-def at_once(rounds: int, mu: float, cut: float) -> bool:
-    """Whether `law` computes the pair of a record that leaves without its divergences, which those that join need."""
-    h, _, reach = _sum_grid(rounds, mu, cut)
-    return reach <= h * SUM_CELLS
+    width = min(spacing / loss_std(bins, rounds, mu, way) / 5, MOST_WIDTH)
+    if way != "replace":
+        grid = _sum_grid(rounds, mu, cut, width)
+        if grid.cells <= SUM_CELLS and SUM_ROUNDING * rounds <= 10 * cut:
+            return (_leaving if way == "remove" else _joining)(bins, rounds, mu, grid)
+    return _from_profile(bins, rounds, mu, way, cut, (spacing, growth))
 
 
 def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
@@ -95,71 +95,145 @@ def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
 # ------------------------------------------------------------------------------------------------- all alphas at once
 
 
-def _sum_grid(rounds: int, mu: float, cut: float) -> tuple[float, float, float]:
-    """Width of a cell, where a term is cut, and where the sum ends."""
-    h = SUM_WIDTH * math.sqrt(math.expm1(mu * mu))
+class _SumGrid(NamedTuple):
+    """A circle of cells for sums of terms.
+
+    Attributes:
+      h: width of a cell.
+      top: number of the cell where a term is cut.
+      start: number of the cell where the circle begins.
+      cells: on the circle.
+      cut: probability that may be counted as an infinite loss.
+    """
+
+    h: float
+    top: int
+    start: int
+    cells: int
+    cut: float
+
+    @property
+    def sums(self) -> Array:
+        """The sums on the circle, in order."""
+        return self.h * (self.start + np.arange(self.cells))
+
+    def unrolled(self, masses: Array) -> Array:
+        """Masses on the circle, which count sums from 0, in the order of `sums`."""
+        return np.roll(masses, -(self.start % self.cells))
+
+
+def _sum_grid(rounds: int, mu: float, cut: float, width: float) -> _SumGrid:
+    """The circle for sums of so many terms; a cell has this width in standard deviations of one term."""
+    h = width * math.sqrt(math.expm1(mu * mu))
     top = math.exp(mu * (mu - float(scipy.special.ndtri(cut / 4))) - mu * mu / 2)
-    return h, top, rounds + 12 / SUM_WIDTH * h * math.sqrt(rounds) + 1.2 * top
+    spread = SUM_REACH / width * h * math.sqrt(rounds)
+    start = math.floor(max(0.0, rounds - spread) / h)
+    cells = max(math.ceil((rounds + spread + 1.2 * top) / h) - start, math.ceil(top / h)) + 1
+    return _SumGrid(h, math.ceil(top / h), start, scipy.fft.next_fast_len(cells, real=True), cut)
 
 
-def _from_sum(bins: int, rounds: int, mu: float, h: float, top: float, reach: float) -> Law:
+def _terms(mu: float, grid: _SumGrid, sign: float) -> tuple[Array, Array]:
+    """The values of a term without the record, and their masses: each cell is split between its ends.
+
+    What lies above the last value is moved to it. The mean is rounded up (sign 1) or down (sign -1).
+    """
+    values = grid.h * np.arange(grid.top + 1)
+    z = np.append(_normal_at(values, mu), np.inf)
+    q, q_slack = normal_masses(z)
+    p, p_slack = normal_masses(z - mu)
+    slack = sign * (p_slack + values * q_slack)
+    up = np.clip((p - values * q + slack)[:-1] / grid.h, 0.0, (q + q_slack)[:-1])
+    mass = q + q_slack
+    mass[:-1] -= up
+    mass[1:] += up
+    return values, mass
+
+
+def _normal_at(values: Array, mu: float) -> Array:
+    """The z at which a term has these values."""
+    with np.errstate(divide="ignore"):
+        return np.asarray((np.log(values) + mu * mu / 2) / mu)
+
+
+def _leaving(bins: int, rounds: int, mu: float, grid: _SumGrid) -> Law:
     """The law of the likelihood ratio under the data set with a record that leaves.
 
     With the record, a sum has one term from the shifted normal, which by symmetry is the first one, or no such term if
-    the record is in a minibatch that is not released.
+    the record is in a minibatch that is not released. Sums below the circle are raised to its last cells.
 
     Args:
       bins: minibatches of an epoch.
       rounds: how many of them are released.
       mu: the largest length of a record's term.
-      h: width of a cell.
-      top: where a term is cut.
-      reach: where the grid of the sum ends.
+      grid: of the sums.
 
     Returns:
       The pair.
     """
-    values = h * np.arange(math.ceil(top / h) + 1)
-    with np.errstate(divide="ignore"):
-        z = (np.log(values) + mu * mu / 2) / mu
-    q, q_slack = _cells(np.append(z, np.inf))
-    p, p_slack = _cells(np.append(z, np.inf) - mu)
-    up = np.clip((p - values * q + p_slack + values * q_slack)[:-1] / h, 0.0, (q + q_slack)[:-1])
-    mass = q + q_slack  # what lies above `top` is moved to it
-    mass[:-1] -= up
-    mass[1:] += up
-    size = scipy.fft.next_fast_len(math.ceil(reach / h) + 1, real=True)
+    values, mass = _terms(mu, grid, 1.0)
+    size = grid.cells
     others, other_lost = _power(mass, rounds - 1, size)
     first = ((bins - rounds) + rounds * values) / bins * mass
     spectrum = scipy.fft.rfft(first, size)
     norm, c = float(first.sum()), 3 * _UNIT * math.log2(size)
     lost = 2 * float(((np.abs(spectrum) + c * norm) * other_lost + np.abs(others) * c * norm * 2).sum()) / size
     masses = np.maximum(scipy.fft.irfft(spectrum * others, size), 0.0) + lost + 4 * c * norm / size
-    ratios = ((bins - rounds) + h * np.arange(size)) / bins
-    infinite = rounds / bins * float(scipy.special.ndtr(mu - z[-1])) + _beyond(values, first, mass, rounds, h * size)
+    cut = rounds / bins * float(scipy.special.ndtr(mu - _normal_at(values[-1:], mu)[0]))
+    infinite = cut + _beyond(values, first, mass, rounds, grid, 1.0)
+    return _sorted_law((bins - rounds + grid.sums) / bins, grid.unrolled(masses), infinite, 1.0)
+
+
+def _joining(bins: int, rounds: int, mu: float, grid: _SumGrid) -> Law:
+    """The law of the likelihood ratio under the data set without a record that joins.
+
+    A term is nowhere larger than without the cut, and sums above the circle are lowered to its first cells: both
+    increase the divergence, which falls with every term. Sums below the circle count as an infinite loss.
+    """
+    values, mass = _terms(mu, grid, -1.0)
+    power, lost = _power(mass, rounds, grid.cells)
+    masses = np.maximum(scipy.fft.irfft(power, grid.cells), 0.0) + 2 * float(lost.sum()) / grid.cells
+    infinite = _beyond(values, mass, mass, rounds, grid, -1.0) if grid.start else 0.0
+    return _sorted_law((bins - rounds + grid.sums) / bins, grid.unrolled(masses), infinite, -1.0)
+
+
+def _sorted_law(ratios: Array, masses: Array, infinite: float, sign: float) -> Law:
+    """The pair with these likelihood ratios, or their inverses (sign -1); a ratio of 0 is an infinite loss there."""
     keep = ratios > 0
-    return Law(np.log(ratios[keep]), masses[keep], infinite)
+    lost = float(masses[~keep].sum()) if sign < 0 else 0.0
+    order = slice(None, None, int(sign))
+    return Law((sign * np.log(ratios[keep]))[order], masses[keep][order], infinite + lost)
 
 
-def _beyond(values: Array, first: Array, mass: Array, rounds: int, last: float) -> float:
-    """The mass of sums above `last`, by Chernoff: they would wrap around to smaller ones."""
+def _beyond(values: Array, first: Array, mass: Array, rounds: int, grid: _SumGrid, sign: float) -> float:
+    """The mass of sums above the circle (sign 1) or below it (sign -1), by Chernoff: they would wrap around."""
+    end = grid.h * (grid.start + (grid.cells if sign > 0 else 0))
+    spread = math.sqrt(rounds * float(mass @ (values - 1) ** 2))
     best = 0.0
-    for t in np.geomspace(3.0, 300.0, 12) / last:
-        exponent = t * values - t * last
-        weight = math.log(float(first @ np.exp(exponent)) + 1e-300)
-        weight += (rounds - 1) * math.log(float(mass @ np.exp(t * values)))
-        best = min(best, weight)
+    for t in sign * np.append(_geometric(5.0, 20.0, 3) / spread, _geometric(3.0, 300.0, 12) / end):
+        exponent = t * values
+        top = float(exponent.max())
+        exponential = np.exp(exponent - top)
+        weight = math.log(float(first @ exponential)) + (rounds - 1) * math.log(float(mass @ exponential))
+        best = min(best, weight + rounds * top - t * end)
+        if best < math.log(grid.cut) - 5:
+            break
     return math.exp(best)
 
 
-def _cells(z: Array) -> tuple[Array, Array]:
+def _geometric(low: float | Array, high: float | Array, number: int) -> Array:
+    """Numbers from low to high in equal ratios, along a new last axis. `np.geomspace` takes longer than all else."""
+    low, high = np.asarray(low)[..., None], np.asarray(high)[..., None]
+    return np.asarray(low * (high / low) ** np.linspace(0.0, 1.0, number))
+
+
+def normal_masses(z: Array) -> tuple[Array, Array]:
     """The standard normal's masses between successive z, each from the smaller tail, and a bound on their rounding."""
     tail = scipy.special.ndtr(-np.abs(z))
     first, second = z[..., :-1], z[..., 1:]
     a, b = tail[..., :-1], tail[..., 1:]
     apart = (first < 0) & (second > 0)
     mass = np.where(apart, 1 - (a + b), np.abs(a - b))
-    return np.asarray(mass), 8 * _UNIT * np.where(apart, 1.0, np.maximum(a, b))
+    return np.asarray(mass), 8 * _UNIT * np.where(apart, 0.5, np.maximum(a, b))
 
 
 def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
@@ -185,15 +259,15 @@ def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
 # ------------------------------------------------------------------------------------------- divergence by divergence
 
 
-def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> Law:
+def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, spaces: tuple[float, float]) -> Law:
     """The pair whose divergence is the chords between divergences at some alpha, which are above the convex function.
 
     Those at alpha < 1 follow from those of the exchanged pair above: add for remove, and the reverse. The pair of a
     replaced record is symmetric.
     """
     exchanged = {"remove": "add", "add": "remove", "replace": "replace"}[way]
-    above, at = _profile(bins, rounds, mu, way, cut, spacing)
-    other, other_at = _profile(bins, rounds, mu, exchanged, cut, spacing)
+    above, at = _profile(bins, rounds, mu, way, cut, spaces)
+    other, other_at = _profile(bins, rounds, mu, exchanged, cut, spaces)
     below = 1 - 1 / other[:0:-1] + other_at[:0:-1] / other[:0:-1]
     alphas = np.concatenate([[0.0], 1 / other[:0:-1], above])
     values = np.concatenate([[1.0], below, at]) * (1 + 4 * _UNIT)
@@ -207,18 +281,20 @@ def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, spaci
 
 
 @lru_cache(maxsize=64)
-def _profile(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float) -> tuple[Array, Array]:
+def _profile(
+    bins: int, rounds: int, mu: float, way: str, cut: float, spaces: tuple[float, float]
+) -> tuple[Array, Array]:
     """Alphas from 1 on, and upper bounds on the divergence there, which never increase; the last is at most `cut`.
 
     A record that joins reduces no probability below a factor of (bins - rounds) / bins, so its divergence ends there.
     """
     most = math.log(bins / (bins - rounds)) if way == "add" and rounds < bins else math.inf
-    far = 6 * loss_std(bins, rounds, mu, way)
+    spacing, growth = spaces
     epsilons, deltas = [0.0], np.ones(0)
     falls = True
     while falls and not (deltas <= cut).any() and len(deltas) < MOST_ALPHAS:
         while len(epsilons) < len(deltas) + _AT_ONCE:
-            epsilons.append(min(epsilons[-1] + spacing * max(1.0, epsilons[-1] / far), MOST_LOSS))
+            epsilons.append(min(epsilons[-1] + max(spacing, growth * epsilons[-1]), MOST_LOSS))
         alphas = np.exp(np.minimum(epsilons[len(deltas) :], most))
         found = divergences(alphas, bins, rounds, mu, way, cut / 4, WIDTH, CELLS // (1 + (way == "remove")))
         falls = not len(deltas) or bool(found.min() < 0.9 * deltas.min())
@@ -315,7 +391,7 @@ def divergences(
     def log_moments(t: Array) -> Array:
         return np.asarray(rounds * _log_sum(log_p + t[:, :, None] * d[:, None, :])[..., 0] + t * constant)
 
-    tilts = np.geomspace((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 20, axis=1)
+    tilts = _geometric((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 20)
     moments = log_moments(tilts)
     best = moments.argmin(1)[:, None]
     theta, least = np.take_along_axis(tilts, best, 1), np.take_along_axis(moments, best, 1)
@@ -325,7 +401,7 @@ def divergences(
         last = np.maximum(lasts.min(1, keepdims=True), 2 * scale)
     t_last = np.take_along_axis(tilts, lasts.argmin(1)[:, None], 1)
     # Under the tilt, little mass may wrap around from below to the last sums, or from above to the positive ones.
-    steps = np.geomspace((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 7, axis=1)
+    steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 7)
     start = np.minimum(((least - log_moments(theta - steps) - _WRAPPED) / steps).max(1, keepdims=True), -scale)
     last = np.maximum(last, start + ((log_moments(theta + steps) - least + _WRAPPED) / steps).min(1, keepdims=True))
     extent = np.maximum(last - start, top - low)
@@ -379,7 +455,7 @@ def _spread(terms: _Terms, values: Array, h: Array, cells: Array) -> tuple[Array
     alpha, z, left = terms.alpha, terms.where(values), values[:, :-1]
     z[:, 0] = -np.inf
     (m, m_slack), (p, p_slack), (q, q_slack) = (
-        _cells(z - shift) if used else (np.zeros(left.shape),) * 2
+        normal_masses(z - shift) if used else (np.zeros(left.shape),) * 2
         for shift, used in ((0.0, True), (terms.mu, terms.ahead), (-terms.mu, terms.behind))
     )
     slack = p_slack + alpha * q_slack + np.abs(left) * m_slack + _PLACES * _UNIT * (p + alpha * q)

@@ -72,9 +72,9 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 7  # of the algorithm: cached results of other versions are not read
+VERSION = 8  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
-COARSE = 20 * EXCESS  # the same of a coarse grid
+MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
 PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
 MOST_MU = 25.0  # of a shift: above it sampling helps too little to need a grid; no sampling is assumed
@@ -83,9 +83,13 @@ _UNIT = 2.0**-52
 # Share of delta. If the bound on the transform's rounding exceeds it, double-double arithmetic is used.
 _ROUNDING_SHARE = 1e-3
 _CUT = 1e-9  # share of delta for the losses beyond the grid
+MOMENT_CELLS = 600  # of the losses of an epoch that place a grid
 EPOCH_SPACING = 0.15  # of the losses of an epoch, in standard deviations
+EPOCH_GROWTH = 0.025  # the same of large ones, as a share of the loss
 FEW = 3  # accounts that are searched one by one; more of them share what they find (`scales`)
-WIDE = 0.015  # tolerance of a search on coarse grids alone, for many accounts with epochs
+CLOSE = 1e-3  # tolerance of a search
+SHARED = 0.002  # the same for many accounts, on less fine grids
+WIDE = 0.005  # the same for many accounts with epochs, on coarse grids
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -156,6 +160,7 @@ def suffices(
     gaussian_mu: float = 0.0,
     *,
     expected: float = 0.0,
+    fine: bool = True,
 ) -> bool:
     """Whether all releases together are (epsilon, delta)-DP. Coarse grids, which are bounds too, often say so.
 
@@ -167,6 +172,7 @@ def suffices(
       gaussian_mu: mu of a Gaussian-DP release beside them.
       expected: about the factor on every standard deviation that would be enough, or 0. If it is close to 1, the grid
         that is too coarse to say so is not tried.
+      fine: whether a fine grid decides if coarse ones do not.
 
     Returns:
       Whether it is proved.
@@ -181,7 +187,7 @@ def suffices(
         curves = (_curve(parts, mu, way, left, epsilon, grid=grid) for way in _ways(adjacency))
         if all(_epsilon_at(curve, left) < epsilon * (1 - 1e-3) for curve in curves):
             return True
-    return _epsilon(parts, delta, adjacency, mu) <= epsilon
+    return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
 
 
 def scale(
@@ -191,7 +197,7 @@ def scale(
     adjacency: Adjacency,
     gaussian_mu: float = 0.0,
     *,
-    tolerance: float = 1e-3,
+    tolerance: float = CLOSE,
     start: float = 0.0,
 ) -> float:
     """The factor on every standard deviation with which all releases together are (epsilon, delta)-DP.
@@ -204,8 +210,8 @@ def scale(
       delta: the delta.
       adjacency: which data sets are neighbours.
       gaussian_mu: mu of a Gaussian-DP release beside them; the factor applies to it too.
-      tolerance: the result exceeds the smallest factor by at most this share. From `WIDE` on, coarse grids are enough,
-        which add up to two percent.
+      tolerance: the result exceeds the smallest factor by about this share at most. From `SHARED` on, less fine grids
+        are enough, which add about 0.1 percent, and from `WIDE` on coarse ones, which add about one percent.
       start: where the search starts, as a multiple of the factor by the central limit; 0 if nothing is known.
 
     Returns:
@@ -246,14 +252,27 @@ def limit(account: SampledAccount, delta: float, adjacency: Adjacency) -> float:
       SordinoError: an argument is out of its range.
     """
     parts, mu = _fold(account.releases, adjacency, account.gaussian_mu)
-    allowed = gaussian.mu(account.epsilon, delta)
+    allowed = _allowed(account.epsilon, delta)
     return _limit_guess(parts, mu, adjacency, allowed) if parts else mu / allowed
 
 
-def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
-    """As `scale`, of several accounts. If there are many, each search starts where the last one ended.
+def tolerance(accounts: Sequence[SampledAccount]) -> float:
+    """The tolerance of searches for these accounts: wider if there are many, and wider still if some have epochs.
 
-    Many accounts with epochs are searched on coarse grids alone.
+    Args:
+      accounts: the accounts.
+
+    Returns:
+      The tolerance of `scale`.
+    """
+    epochs = any(release.sampler is Sampler.ALLOCATION for account in accounts for release in account.releases)
+    return CLOSE if len(accounts) <= FEW else WIDE if epochs else SHARED
+
+
+def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
+    """As `scale`, of several accounts. If there are many, each search starts where the last ones point.
+
+    Many accounts are searched on less fine grids alone (`tolerance`).
 
     Args:
       accounts: the accounts. Neighbours in this order should be alike.
@@ -268,13 +287,21 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
     """
     if len(accounts) <= FEW:
         return [scale(each.releases, each.epsilon, delta, adjacency, each.gaussian_mu) for each in accounts]
-    factors, start = list[float](), 0.0
+    close, factors, ratios = tolerance(accounts), list[float](), list[float]()
     for account in accounts:
         releases, gaussian_mu, epsilon = account
-        tolerance = WIDE if any(release.sampler is Sampler.ALLOCATION for release in releases) else 1e-3
-        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=tolerance, start=start))
-        start = round(factors[-1] / limit(account, delta, adjacency), 6) if releases and factors[-1] else start
+        start = round(_continued(ratios), 6)
+        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=close, start=start))
+        if releases and factors[-1]:
+            ratios.append(factors[-1] / limit(account, delta, adjacency))
     return factors
+
+
+def _continued(ratios: Sequence[float]) -> float:
+    """The next of these numbers if it changes as the last one did; 0 if there are none."""
+    if len(ratios) < 2:
+        return ratios[0] if ratios else 0.0
+    return ratios[-1] * min(max(ratios[-1] / ratios[-2], 0.95), 1.05)
 
 
 def multiplier(
@@ -444,8 +471,8 @@ def _epsilon(parts: tuple[SampledGaussian, ...], delta: float, adjacency: Adjace
 
 
 def _is_less(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float, epsilon: float) -> bool:
-    """Whether a coarse grid shows that epochs reach no larger epsilon in this direction: then no fine one is needed."""
-    if not epsilon or math.isinf(epsilon) or not any(part.span for part in parts):
+    """Whether a coarse grid shows that this direction reaches no larger epsilon: then no fine one is needed."""
+    if not epsilon or math.isinf(epsilon):
         return False
     return _one_grid(tuple(parts), mu, way, delta, epsilon, COARSE) <= epsilon
 
@@ -485,12 +512,12 @@ def _search(
     tol: float,
     start: float,
 ) -> float:
-    """Search the factor on coarse grids, then on fine ones. The result is evaluated in all directions.
+    """Search the factor on coarse grids, then on finer ones. The result is evaluated in all directions.
 
-    With a wide tolerance there are coarse grids only. If the search starts near the result, it needs no coarse ones.
+    With a wider tolerance there are no fine grids.
     """
-    wide = tol >= WIDE
-    level = delta * (1 - _overflow(parts)) if wide else delta
+    last = _last_grid(tol)
+    level = delta * (1 - _overflow(parts)) if last > EXCESS else delta
 
     def excess(grid: float, s: float, near: bool) -> float:
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
@@ -498,8 +525,8 @@ def _search(
         if grid and known:
             first = _one_grid(scaled, mu / s, _ways(adjacency)[0], level, target if near else None, grid)
             reached = min(first, _rare(scaled, mu / s, level))
-        elif wide and known:
-            reached = _coarse_epsilon(scaled, mu / s, level, adjacency, target)
+        elif last > EXCESS and known:
+            reached = _grid_epsilon(scaled, mu / s, level, adjacency, target, last)
         else:
             reached = _epsilon(scaled, delta, adjacency, mu / s)
         return (
@@ -508,27 +535,33 @@ def _search(
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
     factor = min(_limit_guess(parts, mu, adjacency, allowed) * (start or 1.0), most * (1 - 1e-6))
-    slow, slope = any(part.span for part in parts), -2.0  # epochs take long, so the search takes a slope's word for it
-    grids = [(COARSE, max(tol, 0.02)), (EXCESS, (0.9 if slow else 0.7) * tol)]
-    grids = [(COARSE, tol)] if wide else grids[1:] if start else grids
+    slope = _limit_slope(parts, mu, adjacency, factor, delta)
+    grids = [(COARSE, tol)] if last == COARSE else [(COARSE, max(tol, 0.02)), (last, 0.9 * tol)]
+    near = start > 0
     for grid, close in grids:
-        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, trusted=slow, near=start > 0)
+        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, near=near)
+        near = True
     step = tol / 5
     while (more := excess(0.0, factor, True)) > 0:
-        factor, step = factor * (1 + max(step, min(-1.3 * more / slope, 0.05) if slow else 0.0)), 2 * step
+        factor, step = factor * (1 + max(step, min(-1.3 * more / slope, 0.05))), 2 * step
     return factor
 
 
-def _coarse_epsilon(
-    parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float
+def _last_grid(tolerance: float) -> float:
+    """The finest grid that a search uses."""
+    return COARSE if tolerance >= WIDE else MIDDLE if tolerance >= SHARED else EXCESS
+
+
+def _grid_epsilon(
+    parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float, grid: float
 ) -> float:
-    """As `_epsilon`, by one coarse grid per direction. What is below `near` counts as `near` or less."""
-    first, *others = (partial(_one_grid, parts, mu, way, delta, near) for way in _ways(adjacency))
-    worst = first(COARSE)
-    wider = any(part.span and allocation.at_once(part.span, part.mu, _epoch_cut(parts, delta)) for part in parts)
-    for other in others:
-        if not wider or other(3 * COARSE) > near:
-            worst = max(worst, other(COARSE))
+    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`."""
+    first, *others = _ways(adjacency)
+    worst = _one_grid(parts, mu, first, delta, near, grid)
+    for way in others:
+        coarse = _one_grid(parts, mu, way, delta, near, COARSE)
+        enough = coarse <= near or grid == COARSE
+        worst = max(worst, coarse if enough else _one_grid(parts, mu, way, delta, near, grid))
     return min(worst, _rare(parts, mu, delta))
 
 
@@ -547,13 +580,12 @@ def _bracket(
     tol: float,
     slope: float,
     *,
-    trusted: bool,
-    near: bool = False,
+    near: bool,
 ) -> tuple[float, float]:
-    """A scale without excess, next to one with excess, and the slope: secants of the excess as a function of log scale.
+    """A scale without excess, and the slope: secants of the excess as a function of log scale.
 
-    If the slope is trusted, a scale that is next to the root by the slope is enough. If the guess is near, so is the
-    target.
+    A scale that is next to the root by the slope is enough. The slope that is passed is a guess, and not taken to be
+    steep. If the guess is near, so is the target.
     """
     low, f = 0.0, 0.0 if near else 1.0
     nearest_two: list[tuple[float, float]] = []
@@ -563,36 +595,51 @@ def _bracket(
         nearest_two = sorted([*nearest_two, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
         if len(nearest_two) == 2 and nearest_two[0][0] != nearest_two[1][0]:
             slope = min(-0.2, (nearest_two[1][1] - nearest_two[0][1]) / (nearest_two[1][0] - nearest_two[0][0]))
-        if trusted and tol * slope < f <= 0:
+        if tol * (slope if len(nearest_two) == 2 else max(slope, -2.0)) < f <= 0:
             break
-        # Slightly beyond the root, on the side where the bracket is wide: one more evaluation then closes it.
         root = math.exp(min(max(nearest_two[0][0] - nearest_two[0][1] / slope, -700.0), 700.0))
-        guess = root * (1 + 0.5 * tol) if trusted else root * (1 + 0.3 * tol) if f > 0 else root / (1 + 0.3 * tol)
+        guess = root * (1 + 0.5 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
             guess = math.sqrt(low * high) if low > 0 else high / 2
     return high, slope
 
 
-def _limit_guess(parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, allowed: float) -> float:
+_allowed = lru_cache(maxsize=64)(gaussian.mu)
+
+
+@lru_cache(maxsize=4096)
+def _limit_guess(parts: tuple[SampledGaussian, ...], mu: float, adjacency: Adjacency, allowed: float) -> float:
     """The scale by the central limit (Bu et al. 2020): where the search starts. It is not a bound."""
     high = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
-    twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
+    low, top = high * 1e-6, high
+    for _ in range(20):
+        s = math.sqrt(low * top)
+        low, top = (s, top) if _limit_mu(parts, mu, adjacency, s) > allowed else (low, s)
+    return min(max(top, high * 1e-3), high * (1 - 1e-6))
 
-    def chi_squared(part: SampledGaussian, s: float) -> float:
-        square = min((part.mu / s) ** 2, 100.0)
+
+def _limit_slope(
+    parts: tuple[SampledGaussian, ...], mu: float, adjacency: Adjacency, factor: float, delta: float
+) -> float:
+    """About the derivative of log epsilon in the log of the scale, by the central limit."""
+    epsilons = [gaussian.epsilon(_limit_mu(parts, mu, adjacency, s), delta) for s in (factor, 1.02 * factor)]
+    if not 0 < epsilons[1] < epsilons[0] < math.inf:
+        return -2.0
+    return min(max(math.log(epsilons[1] / epsilons[0]) / math.log(1.02), -6.0), -0.5)
+
+
+def _limit_mu(parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, scale: float) -> float:
+    """About mu of all releases if every standard deviation is multiplied by `scale`, by the central limit."""
+    twice = 1 + (adjacency == Adjacency.REPLACE_ONE)
+    total = (mu / scale) ** 2
+    for part in parts:
+        square = min((part.mu / scale) ** 2, 100.0)
         if part.sampler is not Sampler.FIXED:
             of_one = twice**2 * math.expm1(square) * max(part.span, 1)
         else:  # of remove(2 mu), or of vacate(mu)
             of_one = math.expm1(4 * square) + (0.0 if twice == 2 else math.expm1(square) - 2 * math.expm1(2 * square))
-        return part.times * part.rate**2 * of_one
-
-    low = high * 1e-6
-    top = high
-    for _ in range(40):
-        s = math.sqrt(low * top)
-        limit = math.sqrt((mu / s) ** 2 + sum(chi_squared(part, s) for part in parts))
-        low, top = (s, top) if limit > allowed else (low, s)
-    return min(max(top, high * 1e-3), high * (1 - 1e-6))
+        total += part.times * part.rate**2 * of_one
+    return math.sqrt(total)
 
 
 # ------------------------------------------------------------------------------- the loss of one release, and of all
@@ -677,23 +724,25 @@ def _ends(mu: float, way: str, reach: float) -> tuple[float, float]:
     return {"vacate": (-reach, 2 * mu + reach), "fill": (-mu - reach, reach)}.get(way, (-reach, mu + reach))
 
 
-def _masses(x: Array, mixture: Mixture) -> tuple[Array, Array]:
-    """The masses of the cells between successive x, each from the smaller tail, and a bound on their rounding."""
-    mass, slack = np.zeros(len(x) - 1), np.zeros(len(x) - 1)
-    for weight, mean in mixture:
-        y = x - mean
-        below, above = scipy.special.ndtr(y), scipy.special.ndtr(-y)
-        right = y[:-1] > -y[1:]
-        mass += weight * np.where(right, above[:-1] - above[1:], below[1:] - below[:-1])
-        slack += 8 * _UNIT * weight * np.where(right, above[:-1], below[1:])
-    return mass, slack
+def _masses(x: Array, mixtures: Sequence[Mixture]) -> list[tuple[Array, Array]]:
+    """Per mixture, the masses of the cells between successive x, each from the smaller tail, and a bound on their
+    rounding."""
+    means = {mean for mixture in mixtures for _, mean in mixture}
+    of_mean = {mean: allocation.normal_masses(x - mean) for mean in means}
+    return [
+        (
+            np.asarray(sum(weight * of_mean[mean][0] for weight, mean in mixture)),
+            np.asarray(sum(weight * of_mean[mean][1] for weight, mean in mixture)),
+        )
+        for mixture in mixtures
+    ]
 
 
 def _cells(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[float, Array, float]:
     """P's masses below the loss low·h, on the losses low·h ... high·h, and above; cells are split to their ends."""
     losses = h * np.arange(low, high + 1)
     x = np.concatenate([[-np.inf], _where(losses, q, mu, way), [np.inf]])
-    (p, p_slack), (r, r_slack) = (_masses(x, mixture) for mixture in _mixtures(q, mu, way))
+    (p, p_slack), (r, r_slack) = _masses(x, _mixtures(q, mu, way))
     inner, ratio = slice(1, -1), np.exp(losses[:-1])
     up = (p[inner] - ratio * r[inner] + p_slack[inner] + ratio * r_slack[inner]) / -math.expm1(-h)
     total = p + p_slack
@@ -784,6 +833,15 @@ def _curve(
             total += times * np.array([top + math.log(mass), mean, weight @ (loss - mean) ** 2 / mass])
         return float(total[0]), float(total[1]), float(total[2])
 
+    def log_moments(thetas: Array) -> Array:
+        """log E_P exp(theta L) for several theta."""
+        total = thetas * (thetas + 1) / 2 * mu * mu
+        for times, loss, log_p in shapes:
+            exponent = thetas[:, None] * loss + log_p
+            top = exponent.max(1)
+            total += times * (top + np.log(np.exp(exponent - top[:, None]).sum(1)))
+        return np.asarray(total)
+
     def log_delta(theta: float) -> float:
         """log delta at epsilon = the tilted mean, as if the tilted loss were normal."""
         k, mean, variance = moments(theta)
@@ -793,8 +851,8 @@ def _curve(
 
     if epsilon is None and any(part.span for part in parts):  # a sum of few epochs is not nearly normal
         orders = np.geomspace(0.02, 500.0, 40)
-        bounds = [(moments(t)[0] - math.log(delta * (t + 1)) - t * math.log1p(1 / t)) / t for t in orders]
-        epsilon = max(min(bounds), 0.0) or None  # where Rényi divergences would place it
+        bounds = (log_moments(orders) - np.log(delta * (orders + 1)) - orders * np.log1p(1 / orders)) / orders
+        epsilon = max(float(bounds.min()), 0.0) or None  # where Rényi divergences would place it
 
     def too_small(theta: float) -> bool:
         return log_delta(theta) > math.log(delta) if epsilon is None else moments(theta)[1] < epsilon
@@ -820,12 +878,14 @@ def _curve(
         surplus = k - theta * centre - math.log(delta)
         wrapped = 9.0 + max(0.0, surplus)
         steps = np.geomspace(0.3, 30.0, 10) / std
-        above = [(float(u), moments(theta + u)[0]) for u in (*(steps[:4] / 8), *steps)]
-        last, t = min(((value - math.log(_CUT * delta)) / (theta + u), theta + u) for u, value in above)
-        top = min((value - k + wrapped) / u for u, value in above)
-        first = max((k - moments(theta - u)[0] - wrapped) / u for u in (*steps[2:8], theta / 4, theta / 2, theta))
-        first = min(first, centre - std)
-        last = max(last, centre + std, first + top - centre)
+        up, down = np.append(steps[:4] / 8, steps), np.append(steps[2:8], [theta / 4, theta / 2, theta])
+        values = log_moments(np.append(theta + up, theta - down))
+        above, below = values[: len(up)], values[len(up) :]
+        lasts = (above - math.log(_CUT * delta)) / (theta + up)
+        t = theta + float(up[lasts.argmin()])
+        top = float(((above - k + wrapped) / up).min())
+        first = min(float(((k - below - wrapped) / down).max()), centre - std)
+        last = max(float(lasts.min()), centre + std, first + top - centre)
         # A tilt so low that rounding (about 1e-15 n) is visible is never chosen.
         return last - first + (1e9 if surplus > 20 - math.log(n) else 0.0), first, last, theta, t
 
@@ -850,12 +910,16 @@ def _curve(
 def _epoch(
     parts: Sequence[SampledGaussian], part: SampledGaussian, way: str, delta: float, grid: float
 ) -> allocation.Law:
-    """The pair of one epoch. Its losses are as far apart as those of all other epochs, so that all are as blurred."""
+    """The pair of one epoch. Its losses are as far apart as those of all other epochs, so that all are as blurred.
+
+    An epoch that few others are like may be more blurred: it adds little to the whole.
+    """
     epochs = [(p.times, allocation.loss_std(round(1 / p.rate), p.span, p.mu, way)) for p in parts if p.span]
-    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / sum(times for times, _ in epochs))
-    cut = _epoch_cut(parts, delta)
-    spacing = EPOCH_SPACING * usual * min((grid / EXCESS) ** 0.4, 8.0)
-    return allocation.law(round(1 / part.rate), part.span, part.mu, way, cut, spacing)
+    number = sum(times for times, _ in epochs)
+    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / number)
+    spacing = EPOCH_SPACING * usual * (grid / EXCESS) ** 0.3 * min((number / part.times) ** 0.25, 3.0)
+    growth = EPOCH_GROWTH * math.sqrt(grid / EXCESS)
+    return allocation.law(round(1 / part.rate), part.span, part.mu, way, _epoch_cut(parts, delta), spacing, growth)
 
 
 def _epoch_cut(parts: Sequence[SampledGaussian], delta: float) -> float:
@@ -867,8 +931,8 @@ def _epoch_moments(law: allocation.Law) -> tuple[Array, Array]:
     """Losses of one epoch on a coarse grid, and the logarithms of P's masses on them; not a bound."""
     likely = law.masses > 1e-14 * law.masses.max()
     losses, masses = law.losses[likely], law.masses[likely]
-    if len(losses) > 2000:
-        width = (losses[-1] - losses[0]) / 2000
+    if len(losses) > MOMENT_CELLS:
+        width = (losses[-1] - losses[0]) / MOMENT_CELLS
         cell = ((losses - losses[0]) / width).astype(int)
         sums = np.bincount(cell, masses)
         losses, masses = np.bincount(cell, masses * losses)[sums > 0] / sums[sums > 0], sums[sums > 0]
