@@ -206,3 +206,26 @@ def test_compacting_checks_names_columns_once_and_keeps_problems():
     assert document["rows"] == [[1] * len(document["columns"])] * 2
     assert document["problems"] == ["it fails"]
     assert compact.checks(document) == document
+
+
+def test_the_page_of_networks_follows_from_the_finished_runs():
+    networks = loaded("networks")
+    shared = {"data": "mnist", "rounds": 100}
+    done = [
+        {**shared, "method": method, "epsilon": epsilon, "lr": lr, "scores": [score, score + 1.0]}
+        for method, lr, score in (("auto", None, 90.0), ("dp-fedgd", None, 88.0), ("dp-fedgd", 0.1, 89.0))
+        for epsilon in networks.EPSILONS
+    ]
+    cells = networks.cells([*done, {**done[-1], "lr": 0.3, "scores": [91.0, 91.0]}])
+    assert cells["mnist"]["auto"] == [90.5, 0.7] * 2
+    assert cells["mnist"]["dp-fedgd (tuned)"] == [89.5, 0.7, 0.1, 91.0, 0.0, 0.3]
+    document = {"provenance": {"command": "python"}, "rounds": 100, "refused": ["dp-ftrl"], **cells}
+    page = networks.page(document)
+    assert "| `auto` | 90.5 ± 0.7 | 90.5 ± 0.7 |" in page
+    assert "| `dp-fedgd`, tuned | 89.5 ± 0.7 (step 0.1) | 91.0 ± 0.0 (step 0.3) |" in page
+    assert "the best other untuned method is `dp-fedgd`; `auto` differs by +2.0 points" in page
+    assert "SST-2" not in page, "nothing of it was run"
+    assert "`dp-ftrl`." in page
+    stored = ROOT / "results" / "networks.json"
+    if stored.exists():
+        assert networks.page(json.loads(stored.read_text())) == stored.with_suffix(".md").read_text()
