@@ -26,10 +26,10 @@ def records():
     return Records.of(x, (x[:, 0] > 0).astype(np.int64), np.repeat(np.arange(3), 20))
 
 
-def plan(trust=Trust.UNTRUSTED_SERVER, method="auto", **options):
+def plan(trust=Trust.UNTRUSTED_SERVER, method="auto", batch="poisson:8", **options):
     options = {"network": True, **options} if method == "auto" else options
-    sampling = Sampling.parse("poisson:8")
-    return Plan(build(method, **options), ROUNDS, records().sizes, Privacy(8.0, trust=trust), sampling=sampling)
+    privacy, sampling = Privacy(8.0, trust=trust), Sampling.parse(batch)
+    return Plan(build(method, **options), ROUNDS, records().sizes, privacy, sampling=sampling)
 
 
 def test_one_gradient_per_round_is_released_whose_norm_is_the_clip():
@@ -45,10 +45,11 @@ def test_the_account_is_that_of_dp_fedadam(trust):
     assert spending.epsilon(plan(trust)) == pytest.approx(spending.epsilon(plan(trust, "dp-fedadam")), rel=1e-12)
 
 
+@pytest.mark.soak
 def test_the_clip_changes_nothing_but_the_unit():
     model, ends = small_network(), []
     for clip in (5.0, 0.01):
-        *_, last = simulate.run(plan(clip=clip), model, records(), Seeded(4))
+        *_, last = simulate.run(plan(batch="full", clip=clip), model, records(), Seeded(4))
         ends.append(last.model)
     assert torch.isfinite(ends[0]).all()
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
