@@ -1066,6 +1066,40 @@ def test_a_run_that_is_stopped_early_counts_as_the_whole():
     assert law @ np.maximum(stopped(after_one), whole(after_two)) > 1.2 * delta
 
 
+def response_profile(size, log_gamma):
+    """H_gamma of randomized response between exp(size) : 1 and 1 : exp(size)."""
+    inner = (math.exp(size) - np.exp(log_gamma)) / (1 + math.exp(size))
+    return np.where(log_gamma <= -size, -np.expm1(np.minimum(log_gamma, 0.0)), np.maximum(inner, 0.0))
+
+
+def response_rho(size):
+    """The rho of randomized response: the largest Rényi divergence, divided by its order."""
+    orders, likely = 1 + np.geomspace(1e-4, 1e4, 1000), -math.log1p(math.exp(-size))
+    unlikely = likely - size
+    logs = np.logaddexp(orders * likely + (1 - orders) * unlikely, orders * unlikely + (1 - orders) * likely)
+    return float((logs / (orders - 1) / orders).max())
+
+
+def test_an_account_that_changes_after_looking_exceeds_delta():
+    """Gaussian noise first; then by its result what concentrated DP leaves or what Gaussian DP leaves.
+
+    Randomized response is no function of Gaussian noise of that size, and exceeds delta. Gaussian noise does not.
+    """
+    epsilon, delta, share = 8.0, 1e-2, 0.6
+    mu, rho = gaussian.mu(epsilon, delta), concentrated.rho_of(epsilon, delta)
+    first = math.sqrt(2 * rho * share)
+    loss = first**2 / 2 + first * np.arange(-9.0, 9.0, 2e-3)
+    weight = normal((loss - first**2 / 2) / first) * 2e-3
+    size = fitted_size(response_rho, rho * (1 - share), 20.0)
+    about_gaussian = gaussian_profile(math.sqrt(mu**2 - first**2), epsilon - loss)
+    about_response = response_profile(size, epsilon - loss)
+    about_integers = gaussian_profile(concentrated.SMOOTHING * math.sqrt(2 * rho * (1 - share)), epsilon - loss)
+    assert weight @ about_response < delta
+    assert weight @ about_gaussian == pytest.approx(delta, rel=1e-6)
+    assert weight @ np.maximum(about_gaussian, about_response) > 1.0003 * delta
+    assert weight @ np.maximum(about_gaussian, about_integers) < delta * (1 + 1e-6)
+
+
 def test_concentrated_dp_composes_to_the_rho_that_is_left():
     """The martingale of a filter: a second shift chosen by the first result, within the rho that the first has left."""
     rng, rho, order = np.random.default_rng(20), 0.6, 3.0

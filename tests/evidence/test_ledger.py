@@ -21,8 +21,8 @@ from sordino.cli import main
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence import ledger
 from sordino.evidence.ledger import GENESIS, Charge, Ledger
-from sordino.evidence.spent import Spent
-from sordino.privacy.accounting import gaussian
+from sordino.evidence.spent import Choice, Spent, SpentByRuns
+from sordino.privacy.accounting import concentrated, events, gaussian
 
 EPSILON, DELTA = 1.0, 1e-5
 TEXTS = ("who", "query", "plan", "time", "key", "payload_sha256", "previous", "hash")
@@ -878,3 +878,29 @@ def test_each_minibatch_of_all_runs_may_overflow(tmp_path):
     many.add(sampled("a", 1e-4, 50.0, 10**6))
     assert few.epsilon(1e-9) < math.inf
     assert many._under("add-remove", 1e-12) == math.inf, "2^-56 per minibatch is more than delta"
+
+
+def test_concentrated_dp_after_gaussian_noise_counts_only_where_it_is_proved(monkeypatch):
+    """Rows of integers are functions of Gaussian noise, and another law is not: it must be there from the start."""
+
+    class Other(events.NoiseEvent):
+        name = "other-concentrated"
+
+    monkeypatch.setitem(events.EVENTS, Other.name, Other)
+
+    def charged(*laws, choice=Choice.ANY):
+        spent = SpentByRuns(choice)
+        for number, law in enumerate(laws):
+            spent.add(Charge("ann", 0, "g", 1.0, 10.0, 5, f"run {number}", 1.0, law))
+        return spent
+
+    rows = charged("", "discrete-gaussian", "")
+    assert rows.epsilon(1e-5) == pytest.approx(concentrated.epsilon(15 / 100 / 2, 1e-5, 5))
+    assert rows.epsilon(1e-5) > gaussian.epsilon(math.sqrt(rows.gaussian_square), 1e-5)
+    for laws in (("", "other-concentrated"), ("", "discrete-gaussian", "other-concentrated")):
+        assert charged(*laws).epsilon(1e-5) == math.inf
+        assert charged(*laws).copy().exceeds(1.0, 8.0, 1e-5)
+        assert charged(*laws, choice=Choice.FIXED).epsilon(1e-5) < math.inf
+    for laws in (("other-concentrated", ""), ("discrete-gaussian", "other-concentrated")):
+        may_fail = 5 * laws.count("discrete-gaussian")
+        assert charged(*laws).epsilon(1e-5) == pytest.approx(concentrated.epsilon(10 / 100 / 2, 1e-5, may_fail))

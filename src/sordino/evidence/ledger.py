@@ -847,7 +847,12 @@ class Ledger:
 
 
 def _remedy(spent: SpentByRuns, delta: float) -> str:
-    """What may be done about a refusal, if it is due to how runs with minibatches count."""
+    """What may be done about a refusal, if it is due to how runs with minibatches or with other noise count."""
+    if spent.unproved:
+        return (
+            " Noise that is accounted for as concentrated DP and is no function of Gaussian noise must be in the first "
+            "round of a ledger, because the account may not change after results were seen."
+        )
     if not spent.sampled or spent.choice is Choice.FIXED:
         return ""
     fixed = (

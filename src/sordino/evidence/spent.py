@@ -86,12 +86,14 @@ class Spent:
         # (sampler and adjacency, rate, sensitivity, std, mechanism, whose minibatches are counted together) -> times
         self.parts: dict[tuple[str, float, float, float, str, str], int] = {}
         self.gaussian = True  # all noise is accounted for as Gaussian
+        self.of_gaussian = True  # all of it is a function of Gaussian noise
         self.may_fail = 0  # releases whose bound may fail
 
     def copy(self) -> Self:
         other = type(self)()
         other.square, other.gaussian_square, other.parts = self.square, self.gaussian_square, dict(self.parts)
         other.gaussian, other.may_fail = self.gaussian, self.may_fail
+        other.of_gaussian = self.of_gaussian
         return other
 
     def add(self, entry: Charge) -> None:
@@ -100,6 +102,7 @@ class Spent:
         self.square += square
         self.gaussian_square += square * noise.gaussian_factor**2
         self.gaussian &= noise.gaussian_factor > 0 and not noise.is_concentrated
+        self.of_gaussian &= noise.gaussian_factor > 0
         self.may_fail += entry.times * noise.may_fail
         sampler = " ".join(entry.sampler.split()[:2]) if entry.rate < 1 else ""
         # Epochs of an allocation begin with a run, so the minibatches of two runs, or of two queries, are no epoch.
@@ -112,6 +115,7 @@ class Spent:
         other = Spent()
         other.square, other.gaussian_square = times * self.square, times * self.gaussian_square
         other.gaussian, other.may_fail = self.gaussian, times * self.may_fail
+        other.of_gaussian = self.of_gaussian
         for key, count in self.parts.items():
             if key[-1]:
                 other.parts |= {(*key[:-1], f"{key[-1]} {copy}"): count for copy in range(times)}
@@ -158,13 +162,18 @@ class Spent:
         return self._unsampled(delta - self._overflow)
 
     def _unsampled(self, delta: float) -> float:
-        """Epsilon of releases on all data: Gaussian DP, or concentrated DP where some noise has no other account."""
+        """Epsilon of releases on all data: Gaussian DP, or concentrated DP where some noise has no other account.
+
+        Which of both it is may depend on results. So concentrated DP never counts less than the Gaussian noise that
+        releases are functions of: then Gaussian DP holds on every path (docs/proofs.md, lemma 26).
+        """
         left = concentrated.remaining(delta, self.may_fail)
         if left <= 0 or math.isinf(self.square):
             return math.inf
+        of_gaussian = gaussian.epsilon(math.sqrt(self.gaussian_square), left) if self.of_gaussian else 0.0
         if self.gaussian:
-            return gaussian.epsilon(math.sqrt(self.gaussian_square), left)
-        return concentrated.epsilon(self.square / 2, delta, self.may_fail)
+            return of_gaussian
+        return max(of_gaussian, concentrated.epsilon(self.square / 2, delta, self.may_fail))
 
     def _under(self, adjacency: str, delta: float) -> float:
         """Epsilon with what was sampled under this adjacency as sampled; none of it if the adjacency is empty."""
@@ -219,6 +228,8 @@ class SpentByRuns(Spent):
         self.overused: set[str] = set()  # reserved runs whose rounds exceed what was reserved
         self._sampled_round: dict[str, int] = {}
         self._in_pieces: set[str] = set()  # runs with samples that were charged by round and not reserved
+        self._first_round: tuple[str, int] | None = None  # the plan and the round that were charged first
+        self._concentrated_first = False  # that round has noise that is accounted for as concentrated DP
 
     def copy(self) -> Self:
         other = super().copy()
@@ -227,6 +238,7 @@ class SpentByRuns(Spent):
         other.used = {plan: run.copy() for plan, run in self.used.items()}
         other.overused, other._in_pieces = set(self.overused), set(self._in_pieces)
         other._sampled_round = dict(self._sampled_round)
+        other._first_round, other._concentrated_first = self._first_round, self._concentrated_first
         return other
 
     def add(self, entry: Charge) -> None:
@@ -243,7 +255,18 @@ class SpentByRuns(Spent):
         elif entry.rate < 1 and self._sampled_round.setdefault(entry.plan, entry.round) != entry.round:
             self._in_pieces.add(entry.plan)
         super().add(entry)
+        self._first_round = self._first_round or (entry.plan, entry.round)
+        if self._first_round == (entry.plan, entry.round):
+            self._concentrated_first |= events.EVENTS[entry.mechanism].is_concentrated
         self.runs.setdefault(entry.plan, Spent()).add(entry._replace(plan=""))
+
+    @property
+    def unproved(self) -> bool:
+        """Whether the account may have changed because of results, to one that is not proved beside the first one."""
+        return not self.of_gaussian and not self._concentrated_first and self.choice is not Choice.FIXED
+
+    def _unsampled(self, delta: float) -> float:
+        return math.inf if self.unproved else super()._unsampled(delta)
 
     @property
     def caveats(self) -> list[str]:
@@ -305,8 +328,9 @@ class SpentByRuns(Spent):
             counted.square += run.square
             counted.gaussian_square += run.gaussian_square
             counted.gaussian &= run.gaussian
+            counted.of_gaussian &= run.of_gaussian
             counted.may_fail += run.may_fail
-        return counted._unsampled(delta - overflow)
+        return math.inf if self.unproved else counted._unsampled(delta - overflow)
 
     def exceeds(self, mu: float, epsilon: float, delta: float) -> bool:
         """Whether the total exceeds a limit, which has this mu."""
