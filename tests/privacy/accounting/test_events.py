@@ -11,6 +11,7 @@ from scipy.stats import norm
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
+from sordino.evidence import verify
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
@@ -90,6 +91,29 @@ def test_the_guess_is_the_total_variation(adjacency, sensitivity):
     found = events.guess([release(sensitivity, 1 / mu, 1, q)], adjacency)
     assert truth * (1 - 1e-6) <= found <= truth + 2e-3
     assert events.guess([release(sensitivity, 1 / mu, 1, q / 2)], adjacency) < truth
+
+
+@pytest.mark.parametrize(("adjacency", "sensitivity", "times"), [(ADD, 1.0, 2), (REPLACE, 2.0, 1)])
+def test_the_guess_about_sampled_integers_is_the_total_variation(adjacency, sensitivity, times):
+    """From the exact law of discrete Gaussian noise, of one release and of two, and by `verify`'s own route."""
+    q, shift, std = 0.3, 360, 256.0
+    k = np.arange(-1900, 1901)
+
+    def law(*places):
+        weights = sum(w * np.exp(-((k - m) ** 2) / (2 * std**2)) for w, m in places)
+        return weights / (std * math.sqrt(2 * math.pi))  # the sum over all integers, up to exp(-2 pi^2 std^2)
+
+    with_it, mirrored, without = law((1 - q, 0), (q, shift)), law((1 - q, 0), (q, -shift)), law((1, 0))
+    other = mirrored if adjacency is REPLACE else without
+    one, two = (p if times == 1 else np.outer(p, p) for p in (with_it, other))
+    truth = (1 + np.maximum(one - two, 0).sum()) / 2
+    noised = release(sensitivity * shift, std, times, q)._replace(mechanism="smoothed-discrete-gaussian")
+    found = events.guess([noised], adjacency)
+    theirs = verify._right_guess([noised._asdict()], 1e-5, adjacency)
+    assert truth - 1e-8 <= found <= truth + 1e-3
+    assert truth - 1e-8 <= theirs <= truth + 1e-3
+    assert events.guess([noised._replace(rate=0.95 * q)], adjacency) < truth
+    assert events.guess([noised._replace(std=1.05 * std)], adjacency) < truth
 
 
 # ------------------------------------------------------------------------------- several answers about one minibatch

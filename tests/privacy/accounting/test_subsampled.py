@@ -228,7 +228,7 @@ def test_fixed_against_dp_accounting(q, mu, times, beside, adjacency):
     steps = [verify.Step(1.0, terms * mu, times, q, FIXED, "gaussian")]
     steps += [verify.Step(1.0, beside, 1, 1.0, Sampler.FULL, "gaussian")] if beside else []
     found = subsampled.epsilon(releases, delta, adjacency, beside)
-    other = verify._by_profiles(steps, found * 2e-4, adjacency)(delta)
+    other = verify._by_profiles(steps, found * 2e-4, adjacency).epsilon(delta)
     assert found == pytest.approx(other, rel=5e-4)
     assert subsampled.delta(releases, found, adjacency, beside) == pytest.approx(delta, rel=0.01)
     # Poisson figures for fixed-size samples would be too low.
