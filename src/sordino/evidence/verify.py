@@ -29,7 +29,7 @@ from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Sampling
 
-GUESS_TOLERANCE = 2e-3  # relative, on the chance of a right guess: both grids of losses err upwards
+GUESS_TOLERANCE = 1e-3  # relative, on the chance of a right guess: both grids of losses err upwards
 OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
 RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that are recomputed
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
@@ -194,9 +194,12 @@ def _right_guess(releases: Sequence[Mapping[str, Any]], delta: float, adjacency:
     """The largest chance of a right guess between two equally likely cases, by formulas of this file.
 
     It is (1 + TV) / 2. The total variation TV of N(mu, 1) and N(0, 1) is 2 Phi(mu/2) - 1. That of samples is delta at
-    epsilon 0, which dp-accounting composes. Concentrated DP bounds it by Pinsker, and by Bretagnolle and Huber.
+    epsilon 0, which dp-accounting composes. Concentrated DP bounds it by Pinsker, and by Bretagnolle and Huber. It is
+    not computed for allocation (0): the epsilons of an epoch's profile are chosen for small deltas.
     """
     steps = tuple(step for step in map(Step.of, releases) if step.moved and step.times)
+    if any(step.rate < 1 and step.sampler is Sampler.ALLOCATION for step in steps):
+        return 0.0
     if any(step.std == 0 for step in steps):
         return 1.0
     failure = sum(step.times for step in steps if step.mechanism in OF_INTEGERS) * 2.0**-64
