@@ -400,8 +400,14 @@ def _allocated(epsilon: float, bins: int, rounds: int, mu: float, way: str) -> f
         return np.asarray(np.exp(ahead * z - ahead**2 / 2) - factor * np.exp(-behind * z - behind**2 / 2))
 
     low, top = term(np.array([-5.0 - behind, 6.5 + ahead]))
+    rest = (bins - rounds) * (1 - factor)
+    if rest + rounds * top <= 0 or rest + rounds * low >= 0:
+        return 0.0  # S is empty, or holds everything
+    # A term that is far from the usual size of the sum decides on its sign, except where another one is as far. So it
+    # may be cut: S hardly changes, and any set S gives a delta that is not too large.
+    low, top = max(low, -8.0 * bins * factor), min(top, 8.0 * bins * factor)
     z = np.linspace(-8.0 - behind, 8.0 + ahead, 1 << 14)
-    d, rest = np.clip(term(z), low, top), (bins - rounds) * (1 - factor)
+    d = np.clip(term(z), low, top)
     weights = [
         np.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, ahead, -behind)
     ]

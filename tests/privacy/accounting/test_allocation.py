@@ -139,6 +139,16 @@ def test_verify_finds_the_same(adjacency):
     assert 0.998 * theirs < ours < 1.01 * theirs
 
 
+@pytest.mark.soak
+def test_verify_finds_nearly_the_same_where_terms_are_long():
+    """Where its grids held every term, they were too coarse: it found 3.4 instead of 9.6 under replace-one."""
+    for adjacency, twice, more in ((Adjacency.ADD_REMOVE, 1, 1.01), (Adjacency.REPLACE_ONE, 2, 1.1)):
+        release = events.Release("x", 2.0 * twice, 1.0, 124, 1 / 62, Sampler.ALLOCATION)
+        ours = events.epsilon([release], 1e-5, adjacency)
+        (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
+        assert 0.998 * theirs < ours < more * theirs
+
+
 def test_the_same_draw_in_two_epochs_exceeds_the_account_of_two():
     """The wrong sampler: a record's minibatch is drawn once and for all. Two epochs are then one of sqrt(2) mu."""
     mu, epsilon = 0.8, 0.7
@@ -253,7 +263,6 @@ def test_a_search_on_coarse_grids_needs_little_more_noise(adjacency, monkeypatch
     for release, tolerance, more in (
         (SampledGaussian(1 / 40, 1.0, 100, Sampler.ALLOCATION), subsampled.WIDE, 1.02),
         (SampledGaussian(0.03, 1.0, 200), subsampled.SHARED, 1.004),
-        (SampledGaussian(0.03, 1.0, 200, Sampler.FIXED), subsampled.SHARED, 1.004),
     ):
         slow, fast = (
             subsampled.scale([release], 2.0, 1e-5, adjacency, tolerance=each) for each in (subsampled.CLOSE, tolerance)
