@@ -19,6 +19,7 @@ import json
 import shutil
 import statistics
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,20 @@ def run(words: argparse.Namespace) -> dict[str, Any]:
     return {"provenance": origin, "rounds": words.rounds, "refused": refused, **cells(mine)}
 
 
-def cells(done: list[dict[str, Any]]) -> dict[str, dict[str, list[float]]]:
-    """By data and method: mean and standard deviation at each epsilon, and of tuned methods the chosen step."""
-    table: dict[str, dict[str, list[float]]] = {data: {} for data in NAMES}
+def cells(done: list[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
+    """By data and method: mean and standard deviation at each epsilon, and of tuned methods the chosen step (None: the
+    default, which is a candidate too)."""
+    table: dict[str, dict[str, list[float | None]]] = {data: {} for data in NAMES}
     for data in NAMES:
         for tuned in (False, True):
             for method in (OURS, *sorted({job["method"] for job in done if job["data"] == data} - {OURS})):
-                row: list[float] = []
+                row: list[float | None] = []
                 for epsilon in EPSILONS:
                     mine = [job for job in done if about(job)[:3] == (data, method, epsilon)]
-                    mine = [job for job in mine if (job["lr"] is not None) == tuned]
+                    if not tuned:
+                        mine = [job for job in mine if job["lr"] is None]
+                    elif all(job["lr"] is None for job in mine):
+                        continue
                     if mine:
                         best = max(mine, key=lambda job: statistics.mean(job["scores"]))
                         row += summary(best["scores"]) + ([best["lr"]] if tuned else [])
@@ -165,8 +170,8 @@ def page(document: dict[str, Any]) -> str:
         f"`{document['provenance']['command']}`. No setting is tuned: every method has its defaults. Record level, "
         f"untrusted server, Poisson minibatches of {BATCH} per client, {document['rounds']} rounds for all; a method "
         "with local steps releases one gradient per step, so it sees more records. Accuracy in % on the test records: "
-        f"mean ± standard deviation of {len(SEEDS)} seeds. The rows *tuned* show the best of four step sizes on the "
-        "test records: no untuned method could know it, and the search was not paid for.",
+        f"mean ± standard deviation of {len(SEEDS)} seeds. The rows *tuned* show the best of four step sizes and "
+        "the default on the test records: no untuned method could know it, and the search was not paid for.",
     ]
     for data, name in NAMES.items():
         rows = document[data]
@@ -176,14 +181,20 @@ def page(document: dict[str, Any]) -> str:
         for method, row in sorted(rows.items(), key=lambda item: (TUNED in item[0], item[0] != OURS, -item[1][0])):
             wide = 3 if TUNED in method else 2
             parts = [row[k : k + wide] for k in range(0, len(row), wide)]
-            steps = [f" (step {part[2]:g})" if wide == 3 else "" for part in parts]
+            steps = [f" (step {part[2] or 'by default'})" if wide == 3 else "" for part in parts]
             shown = [f"{part[0]:.1f} ± {part[1]:.1f}{step}" for part, step in zip(parts, steps, strict=True)]
             lines.append(f"| `{method.removesuffix(TUNED)}`{', tuned' * (wide == 3)} | " + " | ".join(shown) + " |")
         others = {method: row for method, row in rows.items() if method != OURS and TUNED not in method}
         if OURS in rows and others:
             lines += ["", *(sentence(rows, others, k) for k in range(len(EPSILONS)))]
-    refused = ", ".join(f"`{name}`" for name in document["refused"])
+        if missing := named({method for other in NAMES for method in document[other]} - set(rows)):
+            lines += ["", f"No figure here, because they failed or the time was over: {missing}."]
+    refused = named(document["refused"])
     return "\n".join([*lines, "", f"Not run, because they refuse these networks or minibatches: {refused}.", ""])
+
+
+def named(methods: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(methods))
 
 
 def sentence(rows: dict[str, list[float]], others: dict[str, list[float]], k: int) -> str:
