@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from fractions import Fraction
 from functools import cache
+from pathlib import Path
 
 import mpmath
 import numpy as np
@@ -1113,3 +1115,9 @@ def test_concentrated_dp_composes_to_the_rho_that_is_left():
         full = (normal(y) * np.exp(order * (first * y - first**2 / 2) + order * (order - 1) * rest**2 / 2)).sum()
         assert math.log(full * 1e-3) / (order - 1) > 0.95 * order * rho
     assert concentrated.epsilon(rho, 1e-5) > gaussian.epsilon(math.sqrt(2 * rho), 1e-5)
+
+
+def test_no_two_lemmas_have_one_number():
+    page = Path(__file__).parents[2] / "docs" / "proofs.md"
+    numbers = re.findall(r"^\*\*Lemma (\d+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(numbers) == len(set(numbers)) > 20

@@ -165,7 +165,7 @@ class Spent:
         """Epsilon of releases on all data: Gaussian DP, or concentrated DP where some noise has no other account.
 
         Which of both it is may depend on results. So concentrated DP never counts less than the Gaussian noise that
-        releases are functions of: then Gaussian DP holds on every path (docs/proofs.md, lemma 26).
+        releases are functions of: then Gaussian DP holds on every path (docs/proofs.md, lemma 29).
         """
         left = concentrated.remaining(delta, self.may_fail)
         if left <= 0 or math.isinf(self.square):
