@@ -158,7 +158,7 @@ def _checked(name: str, method: Method, models: Sequence[Any], trials: int, seed
     if not laws:
         return _reports(name, method, models, trials, seed)
     (law,), (model, *_) = laws, models
-    return _rejecting(OF_CLIPPINGS[law], name, method, model, trials, seed)
+    return _rejecting(OF_CLIPPINGS[law], f"{name} {law}", method, model, trials, seed)
 
 
 def check_model(
