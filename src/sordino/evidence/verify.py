@@ -138,12 +138,11 @@ def _compare(
         return
     apart, unit = claimed - recomputed, max(abs(recomputed), 1e-6)
     told = f"{what}: {claimed:.6g} is claimed, but the raw numbers give {recomputed:.6g}"
+    most = MOST_ABOVE if gaps is None else MOST_ABOVE_ALLOCATION
     if not apart >= -MOST_BELOW * unit:
         problems.append(told)
-    elif gaps is None and not apart <= MOST_ABOVE * unit:
-        problems.append(told)
-    elif gaps is not None and not apart <= MOST_ABOVE_ALLOCATION * unit:
-        gaps.append(told)
+    elif not apart <= most * unit:
+        (problems if gaps is None else gaps).append(told)
 
 
 def _allocates(cert: Mapping[str, Any]) -> bool:
