@@ -127,9 +127,7 @@ def _check_signature(cert: Mapping[str, Any], key: str | None, problems: list[st
     return f"{about['signer']} {print_of_key}"
 
 
-def _compare(
-    what: str, claimed: float, recomputed: float, problems: list[str], gaps: list[str] | None = None
-) -> None:
+def _compare(what: str, claimed: float, recomputed: float, problems: list[str], gaps: list[str] | None = None) -> None:
     """Note where an epsilon lies too far below or above the other accountant's.
 
     gaps: of allocation. Its account may be far above the other one where there is little noise, which is no mistake.
