@@ -276,7 +276,7 @@ def page(document: dict[str, Any]) -> str:
         lines.append(f"| {drawn} | {q.times:,} | {q.epsilon:g} | {q.adjacency} | " + " | ".join(cells) + " |")
     lines += [
         "",
-        *(note.format(more=_more(rows), later=document.get("later", "")) for note in NOTES),
+        *(note.format(more=_more(rows)) for note in NOTES),
         "",
         "## Integers and correlated noise",
         "",
@@ -317,7 +317,7 @@ NOTES = (
     "account under replace-one can be below it.",
     "- opacus and dp-accounting's RDP have no answer under replace-one for Poisson samples.",
     "- *allocation*: each record is in exactly one of the 62 minibatches of an epoch. No accountant here but this "
-    "library's was asked about it.{later}",
+    "library's was asked about it.",
 )
 
 
