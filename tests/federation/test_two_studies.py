@@ -31,7 +31,7 @@ def start(*words):
 
 def test_two_studies_share_the_sites(tmp_path):
     out = tmp_path / "trial"
-    about = ["--rounds", "3", "--method", "dp-fedsofim", "--out", str(out), "--prepare"]
+    about = ["--rounds", "20", "--method", "dp-fedsofim", "--out", str(out), "--prepare"]
     assert main(["federate", "up", "--sites", "3", *about]) == 0
     studies = [out / "coordinator", out / "second"]
     shutil.copytree(*studies)
@@ -46,8 +46,8 @@ def test_two_studies_share_the_sites(tmp_path):
         while not all((study / "nodes.json").exists() for study in studies):
             assert time.monotonic() < end
             time.sleep(0.2)
-        for study, link in zip(studies, links, strict=True):
-            for site in SITES:
+        for site in SITES:  # both studies are complete at nearly the same time, so one of them waits for the other
+            for study, link in zip(studies, links, strict=True):
                 own = ("--link", f"localhost:{link}", "--authority", study / "tls" / "authority.pem")
                 running.append(start("join", out / "sites" / site, *own, "--port", free_ports(1)[0]))
                 time.sleep(1)  # until it has its port
