@@ -35,6 +35,14 @@ def test_random_plans_keep_their_claims():
     assert 0.99 < found.worst <= 1 + 1e-9, "some pair comes near a claim"
 
 
+def test_a_law_that_only_networks_serve_is_tried_on_a_network():
+    found = run_case(101, 308, pairs=16)
+    assert "'network': True" in found.where
+    assert "TorchModel" in found.where
+    assert found.pairs == 16
+    assert found.violations == []
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(4))
 def test_many_random_plans_keep_their_claims(seed):

@@ -29,7 +29,7 @@ from sordino import core
 from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, claims, rows_per_unit, short_plan
 from sordino.checks.search import ROUNDING_SLACK, Scene, scenes
 from sordino.checks.streams import streams
-from sordino.core import Adjacency, Broadcast, Clipping, Kind, Method, Shard, Stream, Tree, Unit, nothing
+from sordino.core import FLAT_CLIPPING, Adjacency, Broadcast, Clipping, Kind, Method, Shard, Stream, Tree, Unit, nothing
 from sordino.data.records import row_norms
 from sordino.engines.oracle import Oracle
 from sordino.errors import SordinoError
@@ -312,9 +312,12 @@ def _stream_options(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _network(rng: np.random.Generator, method: Method) -> tuple[Method, core.Model] | None:
-    """Sometimes: a small network, and a random law of clipping; None if the method asks for no gradients of records."""
-    kinds = {query.kind for stage in method.stages for query in stage.queries}
-    if rng.random() >= SHARE_OF_NETWORKS or method.unit is Unit.CLIENT or not kinds <= OF_NETWORKS:
+    """Sometimes, and for a law that only networks serve always: a small network, and a random law of clipping. None if
+    the method asks for no gradients of records."""
+    queries = [query for stage in method.stages for query in stage.queries]
+    kinds, needed = {query.kind for query in queries}, any(query.clipping != FLAT_CLIPPING for query in queries)
+    seldom = rng.random() >= SHARE_OF_NETWORKS and not needed
+    if seldom or method.unit is Unit.CLIENT or not kinds <= OF_NETWORKS:
         return None
     low, high = 10 ** rng.uniform(-2, 2, size=2)
     gamma = 10 ** rng.uniform(-5, 2)
