@@ -2,12 +2,16 @@
 
 import json
 
+import numpy as np
 import pytest
 
-from sordino.checks.fuzz import fuzz, run_case
+from sordino.checks.fuzz import _network, fuzz, run_case
 from sordino.checks.mutants import half_claimed, some_unclipped
 from sordino.checks.streams import OneRound, with_claim
 from sordino.cli import main
+from sordino.core import Unit
+from sordino.methods import REGISTRY
+from sordino.models.torch_model import TorchModel
 from sordino.tree import tree_map
 
 HOUR = 3600  # these tests end by a number of cases, not by time
@@ -36,11 +40,10 @@ def test_random_plans_keep_their_claims():
 
 
 def test_a_law_that_only_networks_serve_is_tried_on_a_network():
-    found = run_case(101, 308, pairs=16)
-    assert "'network': True" in found.where
-    assert "TorchModel" in found.where
-    assert found.pairs == 16
-    assert found.violations == []
+    method = REGISTRY["auto"].at(Unit.RECORD, network=True)
+    for seed in range(5):
+        _, model = _network(np.random.default_rng(seed), method)
+        assert isinstance(model, TorchModel)
 
 
 @pytest.mark.soak
