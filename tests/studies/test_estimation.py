@@ -199,6 +199,7 @@ def test_fednewton_wins_where_it_is_safe():
 # --------------------------------------------------------------------------------------------------- the command line
 
 
+@pytest.mark.draws
 def test_the_command_prints_a_table_and_writes_what_it_says(capsys, tmp_path, small):
     out = tmp_path / "made" / "here"
     status, text, err = call(capsys, "--repetitions", "2", "--mu", "0.5,3", "--out", str(out))

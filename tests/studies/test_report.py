@@ -375,6 +375,7 @@ def test_what_is_not_finite_is_left_open(document):
 # ---------------------------------------------------------------------------------------------------------- the folder
 
 
+@pytest.mark.draws
 def test_everything_is_written(document, tmp_path):
     pytest.importorskip("matplotlib")
     written = report.write(document, tmp_path / "new" / "out")

@@ -297,6 +297,7 @@ def test_risks_that_are_too_sure_are_told_where_enough_records_show_it():
     assert slope_note({"calibration_slope": 0.6}, None) == "", "the number is private"
 
 
+@pytest.mark.draws
 def test_a_model_that_diverged_is_told_and_drawn(tmp_path):
     from sordino.training.evaluate import draw_curve
 
