@@ -3,7 +3,7 @@
     python benchmarks/networks.py prepare DATA_DIR FOLDER          # 46 MiB: MNIST, token ids of SST-2, MiniLM's weights
     python benchmarks/networks.py run FOLDER --device cuda --workers 8
     python benchmarks/networks.py report                           # the page alone
-    python benchmarks/networks.py run FOLDER --smoke --out /tmp/networks.json    # two rounds of few methods, on a CPU
+    python benchmarks/networks.py run FOLDER --smoke --out FILE.json           # two rounds of few methods, on a CPU
 
 A CNN on MNIST (10 clients) and adapters of MiniLM on SST-2 (4 clients), at epsilon 2 and 8 with an untrusted server,
 Poisson minibatches of 64 per client and 100 rounds for all. Nothing is tuned: every method has its defaults. A method
