@@ -30,6 +30,7 @@ from provenance import provenance
 from sordino.data.sources import load as load_data
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
+from sordino.methods.network import USUAL_MINIBATCHES
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 
@@ -112,7 +113,8 @@ def about(job: dict[str, Any]) -> tuple[Any, ...]:
     return job["data"], job["method"], job["epsilon"], job["lr"], job["rounds"]
 
 
-def run(words: argparse.Namespace) -> dict[str, Any]:
+def run(words: argparse.Namespace) -> None:
+    """Train what the store lacks. `earlier` in the file names the rows of calls before this one."""
     began, store = time.perf_counter(), words.out.with_suffix(".runs.json")
     origin = provenance(f"python benchmarks/networks.py run FOLDER --device {words.device}")
     done: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
@@ -121,6 +123,14 @@ def run(words: argparse.Namespace) -> dict[str, Any]:
     seeds = list(SEEDS[: 1 if words.smoke else None])
     wanted = [{**job, "rounds": words.rounds, "seeds": seeds, "at": [words.rounds]} for job in wanted]
     wanted = [job for job in wanted if about(job) not in known]
+    earlier = sorted({f"{job['data']} {job['method']}" for job in done if job["rounds"] == words.rounds})
+
+    def save() -> None:
+        mine = [job for job in done if job["rounds"] == words.rounds]
+        document = {"provenance": origin, "rounds": words.rounds, "refused": refused, "earlier": earlier, **cells(mine)}
+        words.out.write_text(text(document), encoding="utf-8")
+
+    save()
     how: dict[str, Any] = {"device": words.device, "workers": words.workers, "judge": judge}
     for number, result in train(wanted, load, (words.folder, 100 if words.smoke else None), **how) if wanted else ():
         job = {key: wanted[number][key] for key in ("data", "method", "epsilon", "lr", "rounds")}
@@ -131,8 +141,7 @@ def run(words: argparse.Namespace) -> dict[str, Any]:
         done.append(job)
         print(f"{time.perf_counter() - began:5.0f} s", *about(job)[:4], job["scores"], flush=True)
         store.write_text(json.dumps(done))
-    mine = [job for job in done if job["rounds"] == words.rounds]
-    return {"provenance": origin, "rounds": words.rounds, "refused": refused, **cells(mine)}
+        save()
 
 
 def cells(done: list[dict[str, Any]]) -> dict[str, dict[str, list[float | None]]]:
@@ -168,8 +177,9 @@ def page(document: dict[str, Any]) -> str:
         "# `auto` on networks",
         "",
         f"`{document['provenance']['command']}`. No setting is tuned: every method has its defaults. Record level, "
-        f"untrusted server, Poisson minibatches of {BATCH} per client, {document['rounds']} rounds for all; a method "
-        "with local steps releases one gradient per step, so it sees more records. Accuracy in % on the test records: "
+        f"untrusted server, Poisson minibatches of {BATCH} per client, {document['rounds']} rounds for all. `auto` "
+        f"takes {USUAL_MINIBATCHES} minibatches per round, a method with local steps one per step, others one: they "
+        "see different numbers of records. Accuracy in % on the test records: "
         f"mean ± standard deviation of {len(SEEDS)} seeds. The rows *tuned* show the best of four step sizes and "
         "the default on the test records: no untuned method could know it, and the search was not paid for.",
     ]
@@ -189,6 +199,10 @@ def page(document: dict[str, Any]) -> str:
             lines += ["", *(sentence(rows, others, k) for k in range(len(EPSILONS)))]
         if missing := named({method for other in NAMES for method in document[other]} - set(rows)):
             lines += ["", f"No figure here, because they failed or the time was over: {missing}."]
+    if document["earlier"]:
+        new = {f"{data} {row}" for data in NAMES for row in document[data] if TUNED not in row}
+        rows = named(new - set(document["earlier"])) or "none"
+        lines += ["", f"The call that the file names computed these rows, earlier calls the others: {rows}."]
     refused = named(document["refused"])
     return "\n".join([*lines, "", f"Not run, because they refuse these networks or minibatches: {refused}.", ""])
 
@@ -223,7 +237,7 @@ def main() -> None:
         return
     if words.command == "run":
         words.rounds = 2 if words.smoke else ROUNDS
-        words.out.write_text(text(run(words)), encoding="utf-8")
+        run(words)
     words.out.with_suffix(".md").write_text(page(json.loads(words.out.read_text(encoding="utf-8"))), encoding="utf-8")
 
 

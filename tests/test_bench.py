@@ -219,8 +219,10 @@ def test_the_page_of_networks_follows_from_the_finished_runs():
     cells = networks.cells([*done, {**done[-1], "lr": 0.3, "scores": [91.0, 91.0]}])
     assert cells["mnist"]["auto"] == [90.5, 0.7] * 2
     assert cells["mnist"]["dp-fedgd (tuned)"] == [89.5, 0.7, 0.1, 91.0, 0.0, 0.3]
-    document = {"provenance": {"command": "python"}, "rounds": 100, "refused": ["dp-ftrl"], **cells}
-    page = networks.page(document)
+    document = {"provenance": {"command": "python"}, "rounds": 100, "refused": ["dp-ftrl"], "earlier": [], **cells}
+    assert "earlier calls" not in networks.page(document)
+    page = networks.page({**document, "earlier": ["mnist dp-fedgd"]})
+    assert "earlier calls the others: `mnist auto`." in page
     assert "| `auto` | 90.5 ± 0.7 | 90.5 ± 0.7 |" in page
     assert "| `dp-fedgd`, tuned | 89.5 ± 0.7 (step 0.1) | 91.0 ± 0.0 (step 0.3) |" in page
     assert "the best other untuned method is `dp-fedgd`; `auto` differs by +2.0 points" in page

@@ -1,5 +1,7 @@
 """`auto` for networks: what it releases, under which law, and where it is refused."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,14 @@ from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
+from sordino.methods.network import USUAL_MINIBATCHES
 from sordino.privacy import spending
+from sordino.privacy.calibration import aggregate_std
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
+from sordino.training.resolved import resolve
+from sordino.training.spec import Spec
 from tests.support import tiers
 
 ROUNDS = 3
@@ -55,13 +61,46 @@ def test_the_clip_changes_nothing_but_the_unit():
     torch.testing.assert_close(ends[0], ends[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("unit", tiers([Unit.RECORD, Unit.PERSON], 1))
-def test_it_keeps_its_contracts_and_both_engines_agree(unit):
-    reports = checks.check("auto", trials=checks.LEAST_TRIALS, method=REGISTRY["auto"].at(unit, network=True))
+@pytest.mark.parametrize(
+    ("unit", "minibatches"), tiers([(Unit.RECORD, 1), (Unit.RECORD, 2), (Unit.PERSON, 1), (Unit.PERSON, 2)], 2)
+)
+def test_it_keeps_its_contracts_and_both_engines_agree(unit, minibatches):
+    method = REGISTRY["auto"].at(unit, network=True, minibatches=minibatches)
+    reports = checks.check("auto", trials=checks.LEAST_TRIALS, method=method)
     assert {report.adjacency for report in reports} == set(Adjacency)
     for report in reports:
         assert report.passed, report.problems
         assert checks.REQUIRED_SHARE * report.claimed <= report.worst_found <= report.claimed
+
+
+def test_several_minibatches_are_several_releases_and_are_proved_against_an_untrusted_server_alone():
+    five = build("auto", network=True, minibatches=5)
+    assert (five.stages[0].queries[0].calls, five.proves) == (5, {(Unit.RECORD, Trust.UNTRUSTED_SERVER)})
+    steps = plan(method="dp-fedavg", steps=5)
+    assert spending.epsilon(plan(minibatches=5)) == pytest.approx(spending.epsilon(steps), rel=1e-12)
+    with pytest.raises(SordinoError, match="minibatches = 1"):
+        plan(Trust.SECURE_AGGREGATION, minibatches=5)
+    with pytest.raises(SordinoError, match="minibatches: 0 must be at least 1"):
+        build("auto", network=True, minibatches=0)
+
+
+def test_the_mean_of_several_minibatches_has_less_noise_than_one():
+    std = [aggregate_std(plan(batch="poisson:1", minibatches=k), 0) / math.sqrt(k) for k in (1, 5)]
+    assert std[1] < 0.9 * std[0]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"batch": "poisson:8"}, USUAL_MINIBATCHES),
+        ({"batch": "poisson:8", "minibatches": 2}, 2),
+        ({"batch": "poisson:8", "trust": "secure-aggregation"}, 1),
+        ({}, 1),
+    ],
+)
+def test_a_run_chooses_the_number_of_minibatches(keys, expected):
+    resolved = resolve(Spec.of({"data": "digits", "model": "cnn", "method": "auto", "clients": 2, **keys}))
+    assert resolved.options["minibatches"] == expected
 
 
 def test_a_check_of_auto_covers_networks():

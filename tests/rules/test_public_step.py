@@ -7,39 +7,43 @@ import torch
 from sordino.core import Facts
 from sordino.errors import SordinoError
 from sordino.rules import public_step
-from sordino.rules.public_step import BETA, STEP
+from sordino.rules.public_step import BETA, DISTANCE, LONGEST
 
 GS = np.random.default_rng(0).normal(size=(8, 6))
 CLIP, STD = 2.0, 0.3
 
 
-def facts(std):
-    return Facts(3, np.array([4, 5, 6]), len(GS), 3.0, std)
+def facts(std, rounds):
+    return Facts(3, np.array([4, 5, 6]), rounds, 3.0, std)
 
 
 def walk(rule, std, gs=GS):
     theta = torch.zeros(gs.shape[1:], dtype=torch.float64)
-    state, steps = rule.init(theta, facts(std), ()), []
+    state, steps = rule.init(theta, facts(std, len(gs)), ()), []
     for t, g in enumerate(gs):
         step, state = rule.update(torch.from_numpy(g), state, theta, t)
         steps.append(step)
     return torch.stack(steps).numpy()
 
 
-def by_hand(*, clip=CLIP, unbiased=True, squared=True):
-    m, steps, d = np.zeros(6), [], 6
-    for t, g in enumerate(GS, start=1):
+def by_hand(*, clip=CLIP, unbiased=True, squared=True, falls=True, releases=1):
+    m, steps, d, rounds = np.zeros(6), [], 6, len(GS)
+    energy = d * (STD / clip) ** (2 if squared else 1) / releases
+    size = 1 / np.sqrt(rounds * energy / DISTANCE**2 + 1 / LONGEST**2)
+    for t, g in enumerate(GS):
         m = BETA * m + (1 - BETA) * g / clip
-        top = m / (1 - BETA**t) if unbiased else m
-        steps.append(-STEP / (1 + d * (STD / clip) ** (2 if squared else 1)) * top)
+        top = m / (1 - BETA ** (t + 1)) if unbiased else m
+        steps.append(-size * (min(1, 2 * (rounds - t) / rounds) if falls else 1) * top)
     return np.array(steps)
 
 
-def test_against_the_formula():
-    got = walk(public_step(CLIP), STD)
-    np.testing.assert_allclose(got, by_hand(), rtol=1e-12)
-    for mutant in (by_hand(clip=1.0), by_hand(unbiased=False), by_hand(squared=False)):
-        assert not np.allclose(got, mutant, rtol=1e-3)
+@pytest.mark.parametrize("releases", [1, 5])
+def test_against_the_formula(releases):
+    got = walk(public_step(CLIP, releases), STD)
+    np.testing.assert_allclose(got, by_hand(releases=releases), rtol=1e-12)
+    wrong = ({"clip": 1.0}, {"unbiased": False}, {"squared": False}, {"falls": False}, {"releases": 3})
+    for mutant in wrong:
+        assert not np.allclose(got, by_hand(**{"releases": releases, **mutant}), rtol=1e-3)
 
 
 def test_the_clip_is_a_unit():
@@ -53,11 +57,18 @@ def test_runs_with_other_noise_take_their_own_steps():
 
 
 @pytest.mark.parametrize("std", [0.0, 1.0, 100.0])
-def test_noise_alone_moves_the_model_by_no_more_than_it_says(std):
-    d, rounds = 400, 200
-    noise = std * CLIP * np.random.default_rng(1).normal(size=(rounds, d))
-    moved = np.linalg.norm(walk(public_step(CLIP), std * CLIP, noise).sum(0))
-    assert moved <= (1.1 * STEP * np.sqrt(rounds / d) / std if std else 0)
+def test_noise_alone_moves_the_model_by_no_more_than_the_distance(std):
+    noise = std * CLIP * np.random.default_rng(1).normal(size=(200, 400))
+    steps = walk(public_step(CLIP), std * CLIP, noise)
+    assert np.linalg.norm(steps.sum(0)) <= (1.1 * DISTANCE if std else 0)
+
+
+def test_no_step_is_longer_than_the_longest():
+    g = np.tile(CLIP * np.eye(6)[0], (8, 1))
+    lengths = np.linalg.norm(walk(public_step(CLIP), 0.0, g), axis=1)
+    np.testing.assert_allclose(lengths[:5], LONGEST, rtol=1e-12)
+    assert (np.diff(lengths[4:]) < 0).all()
+    assert lengths[-1] == pytest.approx(LONGEST / 4)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan")])

@@ -84,7 +84,7 @@ REGISTRY: dict[str, MethodEntry] = {
         normalize="record",
         bounds=declare(
             clips="clip radius",
-            counts="intervals few_rounds",
+            counts="intervals few_rounds minibatches",
             weights="prior doubt early_share covariance_share",
             choices="network",
         ),

@@ -27,6 +27,10 @@ from sordino.rules.basic import check_above_zero
 from sordino.rules.life_table import estimate_hazard_curvature, first_hazard, release_life_table
 
 EARLY_ROUNDS, MOST_INTERVALS, MOST_FEW_ROUNDS = 3, 100, 10
+SEVERAL_MINIBATCHES = (
+    "With several minibatches per round only a client's own noise protects it; nothing is proved about sums of "
+    "messages. Use minibatches = 1."
+)
 
 
 def auto(
@@ -41,6 +45,7 @@ def auto(
     intervals: int = 0,
     few_rounds: int = 0,
     network: bool = False,
+    minibatches: int = 1,
 ) -> Method:
     """A = noised mean of u u^T, once; theta <- theta - K G, with K derived from A, the noise and the rounds.
 
@@ -54,7 +59,10 @@ def auto(
         covariance_share: Part of mu squared for A; of survival, as much again for the life table.
         intervals: Of survival, the number of public intervals; a run takes it from its schema. 0 for other tasks.
         few_rounds: Of a run with fewer rounds than `least_rounds`, their number; a run sets it. 0 for other runs.
-        network: The model is a network; a run sets it. Gradients are normalised, and only `clip` has a meaning.
+        network: The model is a network; a run sets it. Gradients are normalised, and only `clip` and `minibatches` have
+            a meaning.
+        minibatches: Of a network, gradients per round, each of one minibatch; a run that has minibatches and an
+            untrusted server sets 5.
 
     Returns:
         The method.
@@ -65,12 +73,13 @@ def auto(
     Guarantee:
         Released: The noised mean of u u^T, u = (x, 1), in the first round, then one noised gradient per round. Of
             survival, before these, the noised histogram of labels by interval. With few_rounds, all three together in
-            the first round. Of a network, one noised gradient per round.
+            the first round. Of a network, one noised gradient per minibatch.
         Sensitivity: Covariance: 1 + radius^2, or sqrt(2) times that if a unit is replaced. Gradient: clip, or 2 clip.
             Histogram: 1, or sqrt(2). With few_rounds at client level, a client's first message: 1, or 2.
-        Proved for: record and client level (networks: record level); untrusted-server, secure-aggregation and
-            trusted-server.
-        Reason: Every release is linear, and the steps are computed from releases and public numbers.
+        Proved for: record and client level (networks: record and person level); untrusted-server, secure-aggregation
+            and trusted-server. With several minibatches per round, untrusted-server only.
+        Reason: Every release is linear, and the steps are computed from releases and public numbers. A mean of several
+            releases is not one release, which is what sums are counted by.
 
     Example:
         >>> from sordino.core import Adjacency, Unit
@@ -82,7 +91,9 @@ def auto(
     check_above_zero(clip=clip, radius=radius, prior=prior)
     proves = frozenset((unit, trust) for trust in Trust)
     if network:
-        return Method("auto", unit, (network_stage(unit, clip),), proves)
+        untrusted_only = frozenset({(unit, Trust.UNTRUSTED_SERVER)})
+        stage = network_stage(unit, clip, minibatches)
+        return Method("auto", unit, (stage,), proves if minibatches == 1 else untrusted_only, SEVERAL_MINIBATCHES)
     if not 0 <= doubt < math.inf:
         raise SordinoError(f"doubt: {doubt} must be a finite number, 0 or more.")
     if not (covariance_share > 0 and early_share >= 0 and covariance_share + early_share < 1):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Unit
+from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Trust, Unit
 from sordino.data import catalog, glue
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -28,6 +28,7 @@ from sordino.methods.adapters import with_adapters
 from sordino.methods.auto import least_rounds
 from sordino.methods.calibration import added_rounds, calibrated
 from sordino.methods.clipping import with_clipping
+from sordino.methods.network import USUAL_MINIBATCHES
 from sordino.methods.tally import after_tally
 from sordino.methods.uncertainty import (
     OF_CLASSES,
@@ -765,12 +766,13 @@ def _person_column(spec: Spec, schema: Schema | None) -> str | None:
 
 
 def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
-    """What `auto` needs to know of a run: whether the model is a network, how many intervals there are for survival,
-    and whether rounds are few."""
+    """What `auto` needs to know of a run: whether the model is a network and takes several minibatches per round, how
+    many intervals there are for survival, and whether rounds are few."""
     if spec.method != "auto":
         return {}
     if registry.entry(spec.model).network:
-        return {"network": True}
+        several = spec.batch != "full" and spec.trust == Trust.UNTRUSTED_SERVER
+        return {"network": True, "minibatches": USUAL_MINIBATCHES if several else 1}
     options: dict[str, Any] = {}
     if schema is not None and schema.target is not None and schema.task == "survival":
         options["intervals"] = len(schema.target.intervals) - 1
