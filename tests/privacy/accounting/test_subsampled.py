@@ -390,6 +390,17 @@ def test_refusals():
 QUESTION = (0.01, 100, 1.0, 1e-5, REPLACE, POISSON)
 
 
+def test_a_direction_without_a_loss_above_the_target_needs_no_grid(own_cache, monkeypatch):
+    plain, ways = subsampled._curve, []
+    monkeypatch.setattr(subsampled, "_curve", lambda *args, **named: ways.append(args[2]) or plain(*args, **named))
+    rare = [SampledGaussian(0.0044, 1.0, 200)]  # who joins: losses of at most -200 log(1 - 0.0044) = 0.88
+    subsampled.scale(rare, 8.0, 1e-5, Adjacency.ADD_REMOVE, tolerance=subsampled.SHARED)
+    assert subsampled.suffices(rare, 8.0, 1e-5, Adjacency.ADD_REMOVE)
+    assert set(ways) == {"remove"}
+    subsampled.scale(rare, 0.5, 1e-5, Adjacency.ADD_REMOVE, tolerance=subsampled.SHARED)
+    assert set(ways) == {"remove", "add"}
+
+
 def test_cache(own_cache, monkeypatch):
     first = subsampled.multiplier(*QUESTION)
     (file,) = (own_cache / "noise").iterdir()

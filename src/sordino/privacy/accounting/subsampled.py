@@ -72,7 +72,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 8  # of the algorithm: cached results of other versions are not read
+VERSION = 9  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -184,8 +184,8 @@ def suffices(
     left = delta * (1 - _overflow(parts))
     grids = (10 * COARSE, COARSE) if expected < 0.85 else (COARSE,)
     for grid in grids if parts and not _too_far(parts, adjacency) else ():
-        curves = (_curve(parts, mu, way, left, epsilon, grid=grid) for way in _ways(adjacency))
-        if all(_epsilon_at(curve, left) < epsilon * (1 - 1e-3) for curve in curves):
+        reached = (_one_grid(parts, mu, way, left, epsilon, grid) for way in _ways(adjacency))
+        if all(each < epsilon * (1 - 1e-3) for each in reached):
             return True
     return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
 
@@ -569,7 +569,9 @@ def _grid_epsilon(
 def _one_grid(
     parts: tuple[SampledGaussian, ...], mu: float, way: str, delta: float, near: float | None, grid: float
 ) -> float:
-    """An epsilon in one direction, by one grid."""
+    """An epsilon in one direction, by one grid; if no loss is above `near`, without one."""
+    if near is not None and (most := _most_loss(parts, mu, way)) <= near:
+        return most
     return _epsilon_at(_curve(parts, mu, way, delta, near, grid=grid), delta)
 
 
@@ -625,7 +627,7 @@ def _limit_slope(
     epsilons = [gaussian.epsilon(_limit_mu(parts, mu, adjacency, s), delta) for s in (factor, 1.02 * factor)]
     if not 0 < epsilons[1] < epsilons[0] < math.inf:
         return -2.0
-    return min(max(math.log(epsilons[1] / epsilons[0]) / math.log(1.02), -6.0), -0.5)
+    return min(max(math.log(epsilons[1] / epsilons[0]) / math.log(1.02), -3.0), -0.5)
 
 
 def _limit_mu(parts: Sequence[SampledGaussian], mu: float, adjacency: Adjacency, scale: float) -> float:
