@@ -423,11 +423,13 @@ def _allocated(epsilon: float, bins: int, rounds: int, mu: float, way: str) -> f
     ]
     std = math.sqrt(float(weights[0] @ (d - weights[0] @ d) ** 2))
     middle = rounds * float(weights[0] @ d) + rest
+    # The window holds sums of three cut terms of both signs (replace): beyond it, they would come around as positive.
+    cut, width, most = (3, 0.02, 18) if way == "replace" else (1, 0.08, 16)
     first, last = (
-        min(middle, 0.0) - 12 * std * math.sqrt(rounds) + low,
-        max(middle, 0.0) + 12 * std * math.sqrt(rounds) + top,
+        min(middle, 0.0) - 12 * std * math.sqrt(rounds) + cut * low,
+        max(middle, 0.0) + 12 * std * math.sqrt(rounds) + cut * top,
     )
-    size = 1 << min(16, max(10, math.ceil(math.log2((last - first) / (0.08 * std)))))
+    size = 1 << min(most, max(10, math.ceil(math.log2((last - first) / (width * std)))))
     h = (last - first) / size
     cell, part = np.divmod(d / h, 1.0)
     cell = cell.astype(int)

@@ -161,12 +161,28 @@ def test_a_certificate_with_little_noise_is_compared_from_below():
 
 @pytest.mark.soak
 def test_verify_finds_nearly_the_same_where_terms_are_long():
-    """Where its grids held every term, they were too coarse: it found 3.4 instead of 9.6 under replace-one."""
-    for adjacency, twice, more in ((Adjacency.ADD_REMOVE, 1, 1.01), (Adjacency.REPLACE_ONE, 2, 1.1)):
-        release = events.Release("x", 2.0 * twice, 1.0, 124, 1 / 62, Sampler.ALLOCATION)
+    """Where its grids held every term, they were too coarse: it found 3.4 instead of 8.2 under replace-one."""
+    for adjacency, mu, more in (
+        (Adjacency.ADD_REMOVE, 2.0, 1.01),
+        (Adjacency.REPLACE_ONE, 2.0, 1.01),
+        (Adjacency.REPLACE_ONE, 3.0, 1.03),
+    ):
+        twice = 1 + (adjacency is Adjacency.REPLACE_ONE)
+        release = events.Release("x", mu * twice, 1.0, 124, 1 / 62, Sampler.ALLOCATION)
         ours = events.epsilon([release], 1e-5, adjacency)
         (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
         assert 0.998 * theirs < ours < more * theirs
+
+
+@pytest.mark.parametrize(("mu", "bins", "epsilon"), [(2.0, 62, 3.5), (3.0, 62, 8.0), (3.0, 8, 8.0)])
+def test_a_replaced_record_in_verify_against_simulation(mu, bins, epsilon):
+    """Sums of several long terms must not come around on verify's circle: it found 0 instead of 0.008."""
+    z = np.random.default_rng(0).normal(size=(100_000, bins))
+    z[:, 0] += mu  # a record is in the first minibatch, by symmetry
+    ahead, behind = (np.exp(sign * mu * z - mu * mu / 2).sum(1) for sign in (1, -1))
+    gains = np.maximum(1 - math.exp(epsilon) * behind / ahead, 0)
+    found, error = verify._allocated(epsilon, bins, bins, mu, "replace"), gains.std() / math.sqrt(len(gains))
+    assert 0.9 * gains.mean() - 4 * error < found < gains.mean() + 4 * error
 
 
 def test_the_same_draw_in_two_epochs_exceeds_the_account_of_two():
