@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.func import grad, jacrev, vmap
 
-from sordino.checks import sensitivity
+from sordino import checks
+from sordino.checks import sensitivity, small_network
 from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
@@ -20,7 +21,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
-from tests.support import plan_for
+from tests.support import plan_for, tiers
 
 ADD, SWAP = Adjacency
 SQUARES, LOGISTIC, SOFTMAX = Linear(3, 1, Loss.SQUARES, bias=False), Linear(3, 1, Loss.LOGISTIC), Linear(3, 3)
@@ -112,6 +113,33 @@ def test_the_first_pass_is_a_damped_newton_step_of_each_client(duals):
     first = next(simulate.run(plan, LOGISTIC, records, Seeded(0), theta=theta))
     torch.testing.assert_close(first.aggregate, y, rtol=1e-6, atol=1e-9)  # clips are enforced 1e-6 low
     torch.testing.assert_close(first.model, theta - 0.3 * first.aggregate, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("model", [small_network(), LOGISTIC], ids=["network", "linear"])
+def test_the_fisher_matrix_of_the_last_layer_stands_for_the_hessian(model):
+    records, theta, gamma = federation(LOGISTIC), model.init().double(), 0.9
+    plan = plan_for("dp-fednew", records, 2, epsilon=math.inf, alpha=0.1, rho=0.8, curvature="fisher", **LOOSE)
+    directions = []
+    for i, size in enumerate(records.sizes):
+        shard = records.shard(i)
+        g = model.clipped_sum(theta, shard, math.inf) / size
+        F = model.fisher_sum(theta, shard, math.inf) / size
+        whole = gamma * torch.eye(model.size, dtype=torch.float64)
+        whole[-len(F) :, -len(F) :] += F
+        directions.append(torch.linalg.solve(whole, g))
+        assert float((directions[-1] - g / gamma).norm()) > 0.01 * float(g.norm())
+    y = (torch.from_numpy(plan.weights).unsqueeze(-1) * torch.stack(directions)).sum(0)
+    first = next(simulate.run(plan, model, records, Seeded(0), theta=theta))
+    torch.testing.assert_close(first.aggregate, y, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize(("unit", "duals"), tiers([(Unit.RECORD, True), (Unit.RECORD, False), (Unit.CLIENT, True)], 1))
+def test_networks_keep_the_contracts_of_directions(unit, duals):
+    method = build("dp-fednew", unit, curvature="fisher", duals=duals)
+    reports = checks.check("dp-fednew", trials=checks.LEAST_TRIALS, method=method, models=(small_network(),))
+    assert {report.adjacency for report in reports} == set(Adjacency)
+    for report in reports:
+        assert report.passed, report.problems
 
 
 @pytest.mark.parametrize("name", ["fednew", "dp-fednew"])
@@ -478,6 +506,8 @@ def test_fednew_is_not_private_and_says_so(unit):
         ({"curvature_clip": 3e4, "alpha": 0.5, "rho": 1.0}, "curvature_clip: 30000 is over 10000 times alpha"),
         ({"limit_by": "xi"}, "limit_by: 'xi' is unknown"),
         ({"solver": "direkt"}, "solver: 'direkt' is unknown. Did you mean 'direct'?"),
+        ({"curvature": "fischer"}, "curvature: 'fischer' is unknown. Did you mean 'fisher'?"),
+        ({"curvature": "fisher", "solver": "cg"}, "solver: cg takes products with Hessians"),
     ],
 )
 def test_bad_options_are_named(options, message):

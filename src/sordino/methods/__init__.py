@@ -242,7 +242,10 @@ REGISTRY: dict[str, MethodEntry] = {
         "second order, client side",
         "DP-FedNew (PoPETs 2025), algorithms 1 and 2",
         bounds=declare(
-            clips="clip curvature_clip limit", step_sizes="lr", weights="alpha rho", choices="duals limit_by solver"
+            clips="clip curvature_clip limit",
+            step_sizes="lr",
+            weights="alpha rho",
+            choices="duals limit_by solver curvature",
         ),
     ),
     "dp-fednew-fc": MethodEntry(

@@ -1,8 +1,10 @@
 """FedNew, DP-FedNew and DP-FedNew-FC (PoPETs 2025): Newton directions solved locally, agreed on by ADMM.
 
 A lemma bounds how far a record moves a direction (`admm.shift`); a client's direction is clipped. The Hessian never
-leaves the client and is computed in chunks; `solver = cg` never builds it. FedNew-FC uses the feature covariance
-instead, which is constant over the run and factorised once: see `covariance`.
+leaves the client and is computed in chunks; `solver = cg` never builds it. For networks, `curvature = fisher` takes the
+mean of g g^T over gradients g of the last layer, and 0 elsewhere: a mean of semi-definite matrices of bounded norm too,
+so the lemma is the same. FedNew-FC uses the feature covariance instead, which is constant over the run and factorised
+once: see `covariance`.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from sordino.rules.basic import check_above_zero
 from sordino.rules.limits import LIMITS
 from sordino.rules.matrix import conjugate_gradients, damped, steps_for
 
-SOLVERS = ("direct", "cg")
+SOLVERS, CURVATURES = ("direct", "cg"), ("hessian", "fisher")
 MOST_CONDITION = 1e4  # of a damped Hessian
 ACCURACY = 1e-9  # of cg, as a part of the longest direction
 CG_ASSUMPTION = "Conjugate gradients reach the stated accuracy in float64 too, which is measured and not proved."
@@ -91,13 +93,14 @@ def dp_fednew(
     duals: bool = True,
     limit_by: str = "projection",
     solver: str = "direct",
+    curvature: str = "hessian",
 ) -> Method:
     """theta <- theta - lr y, y the noised mean of (H_i + (alpha + rho) I)^-1 (g_i - lambda_i + rho y).
 
     Args:
         unit: Whose data are protected, one record or one whole client.
         clip: Bound on the norm of a record's gradient, or of a client's direction.
-        curvature_clip: Bound on a record's Hessian (Frobenius norm); record level.
+        curvature_clip: Bound on a record's Hessian, or g g^T (Frobenius norm); record level.
         limit: Bound on the norm of the right side; record level.
         lr: Step size of the server.
         alpha: Damping of the Hessian, above 0.
@@ -105,6 +108,8 @@ def dp_fednew(
         duals: Keep dual variables at the clients.
         limit_by: How the right side stays within the limit: `projection`, or `paper-xi`, which is not private.
         solver: `direct`, or `cg`, which builds no Hessian.
+        curvature: H_i is the `hessian`, of linear models, or `fisher`, the mean of g g^T; of a network, for the last
+            layer alone.
 
     Returns:
         The method.
@@ -129,12 +134,16 @@ def dp_fednew(
         ['secure-aggregation', 'trusted-server', 'untrusted-server']
     """
     checked(limit_by, solver, clip=clip, curvature_clip=curvature_clip, limit=limit, lr=lr, alpha=alpha, rho=rho)
+    check_known("curvature", curvature, CURVATURES)
+    if (fisher := curvature == "fisher") and solver == "cg":
+        raise SordinoError("solver: cg takes products with Hessians; use curvature = hessian, or solver = direct.")
     gamma = alpha + rho
     most = limit if unit is Unit.RECORD else math.inf
     # At record level the condition number is at most 1 + curvature_clip / gamma, whatever the data: so is cg's error.
     steps = steps_for(1 + curvature_clip / gamma, ACCURACY) if solver == "cg" else 0
-    queries = answers(unit, Kind.CURVATURE, clip, limit, curvature_clip, gamma, steps)
-    solve = conjugate(gamma, steps) if steps else direct(gamma, curvature_clip if unit is Unit.RECORD else math.inf)
+    kind, bound = Kind.FISHER if fisher else Kind.CURVATURE, curvature_clip if unit is Unit.RECORD else math.inf
+    queries = answers(unit, kind, clip, limit, curvature_clip, gamma, steps)
+    solve = conjugate(gamma, steps) if steps else (last_layer if fisher else direct)(gamma, bound)
     method = admm("dp-fednew", unit, queries, solve, lr=lr, rho=rho, limit=most, limit_by=limit_by, duals=duals)
     return method._replace(assumes=(CG_ASSUMPTION,)) if steps and unit is Unit.RECORD else method
 
@@ -145,6 +154,18 @@ def direct(gamma: float, curvature_clip: float = math.inf) -> Solve:
     def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
         check_rounding(v.shape[-1], curvature_clip / gamma)
         return torch.cholesky_solve(v.unsqueeze(-1), damped(ask.curvature(theta), gamma)).squeeze(-1)
+
+    return solve
+
+
+def last_layer(gamma: float, curvature_clip: float = math.inf) -> Solve:
+    """As `direct`, where H_i is the Fisher matrix of the last parameters, and 0 for all others."""
+
+    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        F = ask.fisher(theta)
+        body, head = v[..., : -F.shape[-1]], v[..., -F.shape[-1] :]
+        check_rounding(F.shape[-1], curvature_clip / gamma)
+        return torch.cat([body / gamma, torch.cholesky_solve(head.unsqueeze(-1), damped(F, gamma)).squeeze(-1)], -1)
 
     return solve
 
