@@ -133,7 +133,7 @@ def test_the_fisher_matrix_of_the_last_layer_stands_for_the_hessian(model):
     torch.testing.assert_close(first.aggregate, y, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize(("unit", "duals"), tiers([(Unit.RECORD, True), (Unit.RECORD, False), (Unit.CLIENT, True)], 1))
+@pytest.mark.parametrize(("unit", "duals"), tiers([(Unit.RECORD, False), (Unit.RECORD, True), (Unit.CLIENT, True)], 1))
 def test_networks_keep_the_contracts_of_directions(unit, duals):
     method = build("dp-fednew", unit, curvature="fisher", duals=duals)
     reports = checks.check("dp-fednew", trials=checks.LEAST_TRIALS, method=method, models=(small_network(),))

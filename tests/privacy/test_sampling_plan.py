@@ -21,13 +21,13 @@ from sordino.evidence.ledger import Charge, Ledger
 from sordino.evidence.verify import _check_bounds, verify
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy import calibration, spending
+from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
-from sordino.privacy.releases import visible
+from sordino.privacy.releases import FEW_RATES, MOST_RATES, visible
 from sordino.studies import private_tuning
 from sordino.training import run as runs
 from sordino.training.spec import Spec
@@ -197,14 +197,25 @@ def test_a_fixed_noise_is_accounted_for_alike():
         assert spending.epsilon(replace(fixed, noise=0.8 * fixed.noise)) > 1.1 * spending.epsilon(asked)
 
 
-def test_many_unlike_clients_round_their_rates_up():
-    sizes = tuple(range(20, 60, 2))
-    found = plan(batch="poisson:4", sizes=sizes, rounds=2, noise=3.0)
+@pytest.mark.parametrize(("batch", "most"), [("poisson:4", MOST_RATES), ("allocation:4", FEW_RATES)])
+def test_many_unlike_clients_round_their_rates_up(batch, most):
+    sizes = tuple(range(20, 160, 4))
+    found = plan(batch=batch, sizes=sizes, rounds=2, noise=3.0)
     accounts = {i: group.releases[0].rate for group in spending.groups(found) for i in group.clients}
-    assert len(set(accounts.values())) <= 8
+    assert most / 2 < len(set(accounts.values())) <= most
     assert all(accounts[i] >= 4 / size for i, size in enumerate(sizes))
-    entry = charges(found, 3, 0, "r")[0]
-    assert entry.rate == accounts[3] > 4 / sizes[3]
+    rounded = [i for i, size in enumerate(sizes) if accounts[i] > 4 / size]
+    assert charges(found, rounded[0], 0, "r")[0].rate == accounts[rounded[0]]
+    in_sums = plan(batch=batch, sizes=sizes, rounds=2, noise=3.0, **SA)
+    rates = [(i, group.releases[0].rate) for group in spending.groups(in_sums) for i in group.clients]
+    assert sorted(rates) == [(i, 4 / size) for i, size in enumerate(sizes)]
+
+
+def test_exact_rates_of_sums_need_less_noise_than_rounded_ones(monkeypatch):
+    keys = dict(batch="poisson:4", sizes=tuple(range(20, 320, 12)), rounds=30, **SA)
+    exact = calibration.summed_noise(plan(**keys))[0]
+    monkeypatch.setattr(releases, "sampling_rates", lambda found, query: events.coarse(found.rates, FEW_RATES))
+    assert calibration.summed_noise(plan(**keys))[0] > 1.03 * exact
 
 
 # ----------------------------------------------------------------------------------------------------- who is hidden

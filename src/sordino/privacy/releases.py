@@ -20,6 +20,9 @@ from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
 
+MOST_RATES = 24  # different ones where every message is visible: each has an account of its own
+FEW_RATES = 8  # the same for allocation, whose accounts take longer
+
 
 class QueryNoise(NamedTuple):
     """The noise of one query of one stage, per client."""
@@ -163,10 +166,11 @@ def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     if unbounded_sampling(plan):
         return np.ones(plan.clients)
     if query.kind in SAMPLED and plan.privacy.unit.sizes_public:
-        # Under allocation a rate decides where epochs end: it must be that of some whole number of minibatches. Where
-        # only sums are visible, `calibration` compares the clients and needs no few rates.
+        if plan.only_sums_visible:  # `calibration` compares the clients, and needs no few rates
+            return plan.rates
+        # Under allocation a rate decides where epochs end: it must be that of some whole number of minibatches.
         allocation = plan.sampling.kind == Sampler.ALLOCATION
-        return plan.rates if allocation and plan.only_sums_visible else events.coarse(plan.rates, attained=allocation)
+        return events.coarse(plan.rates, FEW_RATES if allocation else MOST_RATES, attained=allocation)
     return np.full(plan.clients, plan.participation.rate(plan.clients) if plan.amplified else 1.0)
 
 

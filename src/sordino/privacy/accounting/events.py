@@ -330,7 +330,7 @@ def _split(parts: Iterable[_Part], adjacency: Adjacency) -> tuple[list[SampledGa
     return sampled, gaussian.mu_of(factors)
 
 
-def coarse(rates: np.ndarray, most: int = 8, *, attained: bool = False) -> np.ndarray:
+def coarse(rates: np.ndarray, most: int, *, attained: bool = False) -> np.ndarray:
     """Rates rounded up to a few values, so that many different clients need few accounts. A larger rate costs more.
 
     Args:
