@@ -87,6 +87,7 @@ def test_a_method_that_needs_a_matrix_is_refused_with_a_network(engine, name, ki
     records, model = classified((8, 8)), TorchModel(nn.Sequential(nn.Linear(3, 3)))
     message = refusal(engine, plan_for(build(name), records), model, records)
     assert message.startswith(f"method: {name} asks for a {kind} matrix, which TorchModel cannot compute")
+    assert "use a linear model, dp-fednew with curvature = fisher, or a method such as" in message
     assert "dp-fedadam" in message
     assert next(engine.run(plan_for(build(name), records), MODEL, records, Secure())).t == 0
 

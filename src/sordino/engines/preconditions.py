@@ -79,10 +79,10 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
     if lacking[0] == Kind.LEAVES:
         raise SordinoError(f"model: {method.name} boosts trees, and {name} has none; use model trees.")
     what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
-    other = "curvature = fisher, a linear model" if method.name == "dp-fednew" else "a linear model"
+    last_layer = ", dp-fednew with curvature = fisher" if hasattr(model, f"{Kind.FISHER}_sum") else ""
     raise SordinoError(
-        f"method: {method.name} asks for a {what}, which {name} cannot compute; use {other}, or a method such as "
-        "dp-fedadam, dp-fedavg or dp-fedadamw."
+        f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model{last_layer}, or a "
+        "method such as dp-fedadam, dp-fedavg or dp-fedadamw."
     )
 
 
