@@ -532,7 +532,7 @@ def test_random_allocation_is_dominated_by_opposite_terms_of_full_length():
 
 def allocated(way, mu, alpha):
     """The account of one epoch of two minibatches at e^epsilon = alpha."""
-    law = allocation.law(2, 2, mu, way, 1e-8, 0.1)
+    law = allocation.law(allocation.Epoch(2, 2, mu, way, 1e-8, 0.1))
     return float((law.masses * np.maximum(1 - alpha * np.exp(-law.losses), 0)).sum()) + law.infinite
 
 

@@ -23,7 +23,7 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import events, gaussian, subsampled
-from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
+from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -238,6 +238,30 @@ def test_every_client_of_an_allocation_keeps_epsilon_by_its_own_minibatches(trus
     by_client = [spent(i) for i in range(0, len(sizes), 2)]
     assert max(by_client) <= 2.0
     assert max(spent(i, 0.88) for i in (0, 8)) > 2.0
+
+
+def test_accounts_with_epochs_become_few_by_like_rates():
+    """Each member keeps to the account of its group, and no group is wider than it must be."""
+    sizes = (40, 41, 44, 80, 84, 160, 162, 164)
+    accounts = [
+        SampledAccount([SampledGaussian(4 / size, size / 100, 30, Sampler.ALLOCATION)], 0.1, 2.0) for size in sizes
+    ]
+    assert calibration._few(accounts) is accounts
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibration, "MOST_EPOCH_ACCOUNTS", 3)
+        few = calibration._few(accounts)
+    covered = sorted((account.releases[0].rate, account.releases[0].mu) for account in few)
+    assert covered == [(4 / 160, 1.64), (4 / 80, 0.84), (4 / 40, 0.44)]
+
+
+def test_few_accounts_of_many_clients_need_little_more_noise(monkeypatch, tmp_path):
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
+    keys = dict(batch="allocation:4", sizes=tuple(range(40, 80, 4)), rounds=60, epsilon=1.0, **SA)
+    exact = calibration.summed_noise(plan(**keys))[0]
+    monkeypatch.setattr(calibration, "MOST_EPOCH_ACCOUNTS", 6)
+    few = plan(**keys)
+    assert exact < calibration.summed_noise(few)[0] < 1.15 * exact
+    assert max(claims(few).values()) <= 1.0
 
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])

@@ -24,7 +24,7 @@ import numpy as np
 from sordino.core import SAMPLED, Adjacency, Facts, Kind, Query, Unit
 from sordino.errors import SordinoError
 from sordino.privacy.accounting import concentrated, events
-from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian
+from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -37,8 +37,12 @@ from sordino.privacy.releases import (
     release_counts,
     releases,
     sampled_terms,
+    sampler_of,
 )
 
+MOST_EPOCH_ACCOUNTS = 64  # where only sums are visible: each takes some milliseconds
+MOST_RATIO = 1e9  # of rates that are taken for one
+TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
@@ -252,11 +256,10 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         return np.full(plan.clients, largest if plan.only_sums_visible and 0 < largest < 1 - 1e-9 else 1.0)
     columns = [column for query in by_query for column in query]
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
-    margin = 1.0
+    number = len(accounts)
     if plan.only_sums_visible:
-        all_accounts, accounts = accounts, _largest(accounts)
+        accounts = _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
-        margin = 1 + ACCOUNT_MARGIN * (len(accounts) < len(all_accounts))
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
@@ -264,11 +267,12 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
 
         delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
         needs = [SampledAccount(*part, float(row[-1])) for part, row in zip(parts, accounts, strict=True)]
-        factors = (
-            np.full(1, _largest_factor(needs, delta, adjacency) * margin)
-            if plan.only_sums_visible
-            else np.array(subsampled.scales(needs, delta, adjacency))
-        )
+        if plan.only_sums_visible:
+            needs = _few(needs) if sampler_of(plan) is Sampler.ALLOCATION else needs
+            margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
+            factors = np.full(1, _largest_factor(needs, delta, adjacency) * margin)
+        else:
+            factors = np.array(subsampled.scales(needs, delta, adjacency))
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
 
 
@@ -290,37 +294,66 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
         limits = [limit(account) for account in accounts]
         first, largest = int(np.argmax(limits)), max(limits)
         others = [account for n, account in enumerate(accounts) if n != first]
-        groups = [[accounts[first]], *_grouped(others, lambda account: limit(account) < GROUPED * largest)]
-    most = 0.0
+        groups = [[accounts[first]], *_grouped(others, lambda group: limit(_merged(group)) < GROUPED * largest)]
+    most, prepared = 0.0, 0
     while groups:
-        group = groups.pop(0)
-        releases, mu, epsilon = together = _merged(group)
-        part = limit(together) / largest if largest else 0.0
-        scaled = _with_noise(releases, most) if most else []
-        if most and subsampled.suffices(scaled, epsilon, delta, adjacency, mu / most, expected=part, fine=not coarse):
-            continue
+        if coarse and most and not prepared:
+            prepared = min(len(groups), TOGETHER)
+            ahead = [_with_noise(_merged(group), most) for group in groups[:prepared]]
+            subsampled.prepare(ahead, delta, adjacency)
+        group, prepared = groups.pop(0), max(prepared - 1, 0)
+        together = _merged(group)
+        if most:
+            part = limit(together) / largest if largest else 0.0
+            releases, mu, epsilon = _with_noise(together, most)
+            if subsampled.suffices(releases, epsilon, delta, adjacency, mu, expected=part, fine=not coarse):
+                continue
         if len(group) > 1:
             groups[:0] = [[account] for account in group]
         else:
             start = round(most / limit(together), 6) if coarse else 0.0
+            releases, mu, epsilon = together
             factor = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance, start=start)
             most = max(most, factor)
+        prepared = 0
     return most
 
 
+def _few(accounts: list[SampledAccount]) -> list[SampledAccount]:
+    """At most MOST_EPOCH_ACCOUNTS accounts: those whose rates differ by less than some factor, as small as possible,
+    become one that covers them."""
+    if len(accounts) <= MOST_EPOCH_ACCOUNTS:
+        return accounts
+
+    def grouped(factor: float) -> list[list[SampledAccount]]:
+        return _grouped(accounts, lambda group: _rates(group[-1]) <= [factor * rate for rate in _rates(group[0])])
+
+    low, high = 1.0, 2.0
+    while len(grouped(high)) > MOST_EPOCH_ACCOUNTS and high < MOST_RATIO:
+        low, high = high, high**2
+    for _ in range(10):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if len(grouped(middle)) > MOST_EPOCH_ACCOUNTS else (low, middle)
+    return [_merged(group) for group in grouped(high)]
+
+
 def _grouped(
-    accounts: Iterable[SampledAccount], together: Callable[[SampledAccount], bool]
+    accounts: Iterable[SampledAccount], together: Callable[[list[SampledAccount]], bool]
 ) -> list[list[SampledAccount]]:
-    """Groups of accounts with like rates, as large as their merged account allows."""
+    """Groups of accounts with like rates, in ascending order, as large as `together` allows."""
     groups: list[list[SampledAccount]] = []
-    for account in sorted(accounts, key=lambda each: [release.rate for release in each.releases]):
+    for account in sorted(accounts, key=_rates):
         samplers = [release.sampler for release in account.releases]
         alike = groups and [release.sampler for release in groups[-1][0].releases] == samplers
-        if alike and together(_merged([*groups[-1], account])):
+        if alike and together([*groups[-1], account]):
             groups[-1] = [*groups[-1], account]
         else:
             groups.append([account])
     return groups
+
+
+def _rates(account: SampledAccount) -> list[float]:
+    return [release.rate for release in account.releases]
 
 
 def _merged(accounts: Sequence[SampledAccount]) -> SampledAccount:
@@ -333,8 +366,10 @@ def _merged(accounts: Sequence[SampledAccount]) -> SampledAccount:
     return SampledAccount(releases, max(a.gaussian_mu for a in accounts), min(a.epsilon for a in accounts))
 
 
-def _with_noise(sampled: Iterable[SampledGaussian], factor: float) -> list[SampledGaussian]:
-    return [release._replace(mu=release.mu / factor) for release in sampled]
+def _with_noise(account: SampledAccount, factor: float) -> SampledAccount:
+    """The account with every standard deviation multiplied by the factor."""
+    releases = [release._replace(mu=release.mu / factor) for release in account.releases]
+    return account._replace(releases=releases, gaussian_mu=account.gaussian_mu / factor)
 
 
 def _largest(accounts: np.ndarray) -> np.ndarray:

@@ -44,12 +44,12 @@ def divergence(law, alpha):
 @pytest.mark.parametrize("way", ["remove", "add", "replace"])
 def test_the_pair_of_an_epoch_dominates_it_closely(bins, rounds, way):
     for mu in (0.3, 1.2) if way != "replace" else (0.9,):
-        law = allocation.law(bins, rounds, mu, way, 1e-9, 0.05)
+        law = allocation.law(allocation.Epoch(bins, rounds, mu, way, 1e-9, 0.05))
         for epsilon in (-1.0, -0.3, 0.0, 0.2, 0.7, 1.5):
             truth = exact(mu, way, math.exp(epsilon), bins, rounds)
             found = divergence(law, math.exp(epsilon))
             assert truth - 2e-6 <= found <= 1.03 * truth + 2e-4
-        less = allocation.law(bins, rounds, 0.95 * mu, way, 1e-9, 0.05)
+        less = allocation.law(allocation.Epoch(bins, rounds, 0.95 * mu, way, 1e-9, 0.05))
         assert divergence(less, 1.0) < exact(mu, way, 1.0, bins, rounds) - 1e-5, "a shorter term is found out"
 
 
@@ -63,6 +63,30 @@ def test_divergences_are_bounds_also_where_they_are_small(way, bins, rounds, mu)
     assert (found <= 1.1 * truth + 2e-5).all()
     less = allocation.divergences(alphas, bins, rounds, 0.95 * mu, way, 1e-12)
     assert (less < truth * (1 - 1e-4) - 2e-6).any(), "a shorter term is found out"
+
+
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+def test_epochs_that_are_computed_together_are_those_that_are_computed_alone(way):
+    """Rows share a circle, which may be larger than one of them needs; no row takes the numbers of another."""
+    epochs = [(62, 62, 1.2), (62, 11, 1.2), (300, 300, 0.4), (3, 2, 2.0)]
+    losses = 0.2 * np.arange(4.0) if way != "add" else 0.05 * np.arange(4.0)
+    alphas = np.exp(np.tile(losses, len(epochs)))
+    bins, rounds, mu = (np.repeat(column, len(losses)) for column in zip(*epochs, strict=True))
+    found = allocation.divergences(alphas, bins, rounds, mu, way, 1e-12).reshape(len(epochs), -1)
+    for row, (own_bins, own_rounds, own_mu) in zip(found, epochs, strict=True):
+        alone = allocation.divergences(np.exp(losses), own_bins, own_rounds, own_mu, way, 1e-12)
+        np.testing.assert_allclose(row, alone, rtol=1e-6, atol=1e-12)
+    assert len({tuple(row) for row in found}) == len(epochs)
+
+
+def test_what_is_prepared_is_what_an_epoch_needs(monkeypatch):
+    allocation._remembered.clear()
+    allocation.law.cache_clear()
+    epochs = [allocation.Epoch(bins, bins, 1.5, way, 1e-9, 0.3) for bins in (20, 50) for way in ("remove", "replace")]
+    allocation.prepare(epochs)
+    monkeypatch.setattr(allocation, "divergences", None)
+    for epoch in epochs:
+        assert len(allocation.law(epoch).losses) > 3
 
 
 @pytest.mark.parametrize("way", ["remove", "replace"])
@@ -118,8 +142,9 @@ def test_the_first_minibatch_by_itself_is_a_poisson_sample():
 def test_a_search_takes_few_cells(monkeypatch, tmp_path, adjacency, times, epsilon, delta):
     """The time of a search is in proportion to the number of cells of all its grids."""
     monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
-    for cached in (subsampled._epsilon, allocation.law, allocation._profile):
+    for cached in (subsampled._epsilon, allocation.law):
         cached.cache_clear()
+    allocation._remembered.clear()
     transform, cells = allocation._power, [0]
 
     def counted(mass, power, size):
@@ -276,10 +301,10 @@ def test_sums_on_one_grid_dominate_whole_epochs(way):
     w = np.exp(mu * z - mu * mu / 2)
     without = w.mean(1)
     with_it = without + (np.exp(mu * (z[:, 0] + mu) - mu * mu / 2) - w[:, 0]) / bins
-    pair = allocation.law(bins, bins, mu, way, 1e-9, 0.15 * std)
-    coarse = allocation.law(bins, bins, mu, way, 1e-9, 0.5 * std)
-    single = allocation._from_profile(bins, bins, mu, way, 1e-9, (0.15 * std, 0.025))
-    less = allocation.law(bins, bins, 0.95 * mu, way, 1e-9, 0.15 * std)
+    pair = allocation.law(allocation.Epoch(bins, bins, mu, way, 1e-9, 0.15 * std))
+    coarse = allocation.law(allocation.Epoch(bins, bins, mu, way, 1e-9, 0.5 * std))
+    single = allocation._from_profile(allocation.Epoch(bins, bins, mu, way, 1e-9, 0.15 * std))
+    less = allocation.law(allocation.Epoch(bins, bins, 0.95 * mu, way, 1e-9, 0.15 * std))
     assert len(pair.losses) > len(coarse.losses) > len(single.losses)
     for alpha in np.exp(std * np.array([-1.0, 0.0, 1.0, 2.0])):
         parts = np.maximum(1 - alpha / with_it, 0) if way == "remove" else np.maximum(1 - alpha * without, 0)

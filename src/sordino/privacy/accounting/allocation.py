@@ -29,6 +29,7 @@ them are above the convex function.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -47,7 +48,9 @@ WIDTH, CELLS = 0.1, 1 << 11  # of the grid for one alpha
 SUM_ROUNDING = 2e-13  # about the bound on what rounding adds to all masses of such a grid, per round
 _PLACES = 256  # units in the last place: more than the rounding of a cell's ends, relative to the terms there
 _WRAPPED = 16.0  # -log of the tilted mass that may wrap around
-_AT_ONCE = 8  # alphas that are computed together
+_AT_ONCE = 8  # alphas of one epoch that are computed together
+_ROWS = 64  # alphas of several epochs that are computed together, at most
+MOST_PROFILES = 4096  # that are remembered
 _SHORTFALL = 8.0  # standard deviations by which the other terms may fall short of their mean before a cut costs much
 _UNIT = 2.0**-52
 _LEAST = (
@@ -63,11 +66,10 @@ class Law(NamedTuple):
     infinite: float
 
 
-@lru_cache(maxsize=64)
-def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float, growth: float = 0.025) -> Law:
-    """The pair that dominates one epoch.
+class Epoch(NamedTuple):
+    """One epoch, and how exactly its pair is computed.
 
-    Args:
+    Attributes:
       bins: minibatches of an epoch.
       rounds: how many of them are released, at most `bins`.
       mu: the largest length of a record's term, in standard deviations of the noise.
@@ -75,16 +77,61 @@ def law(bins: int, rounds: int, mu: float, way: str, cut: float, spacing: float,
       cut: probability that may be counted as an infinite loss.
       spacing: of the losses of the pair, where it is computed loss by loss.
       growth: the same of large losses, as a share of the loss.
+      width: of a cell that sums lie in there, in standard deviations of one term.
+    """
+
+    bins: int
+    rounds: int
+    mu: float
+    way: str
+    cut: float
+    spacing: float
+    growth: float = 0.025
+    width: float = WIDTH
+
+    @property
+    def exchanged(self) -> Epoch:
+        """The pair in the other order."""
+        return self._replace(way={"remove": "add", "add": "remove", "replace": "replace"}[self.way])
+
+
+@lru_cache(maxsize=64)
+def law(epoch: Epoch) -> Law:
+    """The pair that dominates one epoch.
+
+    Args:
+      epoch: the epoch.
 
     Returns:
       The pair.
     """
-    width = min(spacing / loss_std(bins, rounds, mu, way) / 5, MOST_WIDTH)
-    if way != "replace":
-        grid = _sum_grid(rounds, mu, cut, width)
-        if grid.cells <= SUM_CELLS and SUM_ROUNDING * rounds <= 10 * cut:
-            return (_leaving if way == "remove" else _joining)(bins, rounds, mu, grid)
-    return _from_profile(bins, rounds, mu, way, cut, (spacing, growth))
+    grid = _usable_grid(epoch)
+    if grid is None:
+        return _from_profile(epoch)
+    return (_leaving if epoch.way == "remove" else _joining)(epoch.bins, epoch.rounds, epoch.mu, grid)
+
+
+def prepare(epochs: Iterable[Epoch]) -> None:
+    """Compute what `law` needs of these epochs, many at once: one by one takes several times as long.
+
+    Args:
+      epochs: the epochs.
+    """
+    needed = [epoch for epoch in epochs if _usable_grid(epoch) is None]
+    alike: dict[tuple[str, float], dict[Epoch, None]] = {}
+    for either in (either for epoch in needed for either in (epoch, epoch.exchanged)):
+        alike.setdefault((either.way, either.width), {})[either] = None
+    for together in alike.values():
+        _profiles(list(together))
+
+
+def _usable_grid(epoch: Epoch) -> _SumGrid | None:
+    """The grid that holds sums for all alphas, if there is one."""
+    if epoch.way == "replace":
+        return None
+    width = min(epoch.spacing / loss_std(*epoch[:4]) / 5, MOST_WIDTH)
+    grid = _sum_grid(epoch.rounds, epoch.mu, epoch.cut, width)
+    return grid if grid.cells <= SUM_CELLS and SUM_ROUNDING * epoch.rounds <= 10 * epoch.cut else None
 
 
 def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
@@ -236,22 +283,23 @@ def normal_masses(z: Array) -> tuple[Array, Array]:
     return np.asarray(mass), 8 * _UNIT * np.where(apart, 0.5, np.maximum(a, b))
 
 
-def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
+def _power(mass: Array, times: int | Array, size: int) -> tuple[Array, Array]:
     """The transform of `times` equal terms on a circle, and a bound on the rounding of each entry.
 
-    `mass` adds up to 1, up to rounding, and has at most `size` entries. The bounds are those of `subsampled._compose`,
-    and cover the transform back as well.
+    `times` may be a column, one number per row of `mass`. A row of `mass` adds up to 1, up to rounding, and has at most
+    `size` entries. The bounds are those of `subsampled._compose`, and cover the transform back as well.
     """
     z = scipy.fft.rfft(mass, size)
     c = 3 * _UNIT * math.log2(size)
     bound = np.abs(z) + c
     most = np.exp(times * np.log(bound))
-    result, base, left = np.ones_like(z), np.where(most > 1e-80, z, 0.0), times
-    while left:
-        if left & 1:
-            result = result * base
-        left >>= 1
-        if left:
+    result, base, left = np.ones_like(z), np.where(most > 1e-80, z, 0.0), np.asarray(times, int)
+    while left.any():
+        odd = left % 2 == 1
+        if odd.any():
+            result = result * (base if odd.all() else np.where(odd, base, 1.0))
+        left = left // 2
+        if left.any():
             base = base * base
     return result, most * (times * (c / bound + 8 * _UNIT) + 8 * _UNIT + c)
 
@@ -259,15 +307,13 @@ def _power(mass: Array, times: int, size: int) -> tuple[Array, Array]:
 # ------------------------------------------------------------------------------------------- divergence by divergence
 
 
-def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, spaces: tuple[float, float]) -> Law:
+def _from_profile(epoch: Epoch) -> Law:
     """The pair whose divergence is the chords between divergences at some alpha, which are above the convex function.
 
     Those at alpha < 1 follow from those of the exchanged pair above: add for remove, and the reverse. The pair of a
     replaced record is symmetric.
     """
-    exchanged = {"remove": "add", "add": "remove", "replace": "replace"}[way]
-    above, at = _profile(bins, rounds, mu, way, cut, spaces)
-    other, other_at = _profile(bins, rounds, mu, exchanged, cut, spaces)
+    (above, at), (other, other_at) = _profiles([epoch])[0], _profiles([epoch.exchanged])[0]
     below = 1 - 1 / other[:0:-1] + other_at[:0:-1] / other[:0:-1]
     alphas = np.concatenate([[0.0], 1 / other[:0:-1], above])
     values = np.concatenate([[1.0], below, at]) * (1 + 4 * _UNIT)
@@ -280,27 +326,63 @@ def _from_profile(bins: int, rounds: int, mu: float, way: str, cut: float, space
     return Law(np.log(alphas[1:]), masses, float(values[-1]))
 
 
-@lru_cache(maxsize=64)
-def _profile(
-    bins: int, rounds: int, mu: float, way: str, cut: float, spaces: tuple[float, float]
-) -> tuple[Array, Array]:
-    """Alphas from 1 on, and upper bounds on the divergence there, which never increase; the last is at most `cut`.
+_remembered: dict[Epoch, tuple[Array, Array]] = {}
+
+
+def _profiles(epochs: Sequence[Epoch]) -> list[tuple[Array, Array]]:
+    """Per epoch, alphas from 1 on and upper bounds on the divergence there, which never increase; the last is at most
+    `cut`. All epochs have the same way and width.
 
     A record that joins reduces no probability below a factor of (bins - rounds) / bins, so its divergence ends there.
     """
-    most = math.log(bins / (bins - rounds)) if way == "add" and rounds < bins else math.inf
-    spacing, growth = spaces
-    epsilons, deltas = [0.0], np.ones(0)
-    falls = True
-    while falls and not (deltas <= cut).any() and len(deltas) < MOST_ALPHAS:
-        while len(epsilons) < len(deltas) + _AT_ONCE:
-            epsilons.append(min(epsilons[-1] + max(spacing, growth * epsilons[-1]), MOST_LOSS))
-        alphas = np.exp(np.minimum(epsilons[len(deltas) :], most))
-        found = divergences(alphas, bins, rounds, mu, way, cut / 4, WIDTH, CELLS // (1 + (way == "remove")))
-        falls = not len(deltas) or bool(found.min() < 0.9 * deltas.min())
-        deltas = np.append(deltas, np.where(np.array(epsilons[len(deltas) :]) < most, found, 0.0))
-    kept = int(np.append(np.flatnonzero(deltas <= cut), len(deltas) - 1)[0]) + 1
-    return np.exp(np.minimum(epsilons[:kept], most)), np.minimum.accumulate(deltas[:kept])
+    if len(_remembered) > MOST_PROFILES:
+        _remembered.clear()
+    epsilons = {epoch: [0.0] for epoch in epochs if epoch not in _remembered}
+    deltas = {epoch: np.ones(0) for epoch in epsilons}
+    pending = list(epsilons)
+    while pending:
+        for epoch in pending:
+            losses = epsilons[epoch]
+            while len(losses) < len(deltas[epoch]) + _AT_ONCE:
+                losses.append(min(losses[-1] + max(epoch.spacing, epoch.growth * losses[-1]), MOST_LOSS))
+        at_once = _ROWS // _AT_ONCE
+        found = [
+            each
+            for n in range(0, len(pending), at_once)
+            for each in _at_losses({epoch: epsilons[epoch][-_AT_ONCE:] for epoch in pending[n : n + at_once]})
+        ]
+        still = []
+        for epoch, new in zip(pending, found, strict=True):
+            falls = not len(deltas[epoch]) or bool(new.min() < 0.9 * deltas[epoch].min())
+            deltas[epoch] = known = np.append(deltas[epoch], new)
+            if falls and not (known <= epoch.cut).any() and len(known) < MOST_ALPHAS:
+                still.append(epoch)
+        pending = still
+    for epoch, known in deltas.items():
+        kept = int(np.append(np.flatnonzero(known <= epoch.cut), len(known) - 1)[0]) + 1
+        alphas = np.exp(np.minimum(epsilons[epoch][:kept], _most_loss(epoch)))
+        _remembered[epoch] = alphas, np.minimum.accumulate(known[:kept])
+    return [_remembered[epoch] for epoch in epochs]
+
+
+def _most_loss(epoch: Epoch) -> float:
+    """The epsilon from which on the divergence is 0."""
+    joins = epoch.way == "add" and epoch.rounds < epoch.bins
+    return math.log(epoch.bins / (epoch.bins - epoch.rounds)) if joins else math.inf
+
+
+def _at_losses(losses: dict[Epoch, list[float]]) -> Array:
+    """Per epoch, upper bounds on the divergence at its losses, of which all epochs have as many."""
+    epochs, number = list(losses), len(next(iter(losses.values())))
+    bins, rounds, mu, cut, most = (
+        np.repeat([field(epoch) for epoch in epochs], number)
+        for field in (lambda e: e.bins, lambda e: e.rounds, lambda e: e.mu, lambda e: e.cut, _most_loss)
+    )
+    flat = np.concatenate([losses[epoch] for epoch in epochs])
+    way, width = epochs[0].way, epochs[0].width
+    cells = int(CELLS * WIDTH / width) // (1 + (way == "remove"))
+    found = divergences(np.exp(np.minimum(flat, most)), bins, rounds, mu, way, cut / 4, width, cells)
+    return np.where(flat < most, found, 0.0).reshape(len(epochs), number)
 
 
 def _hull(x: Array, y: Array) -> list[int]:
@@ -320,25 +402,27 @@ def _hull(x: Array, y: Array) -> list[int]:
 class _Terms(NamedTuple):
     """What is random in a term, as an increasing function of a standard normal z: W, -alpha W' or W - alpha W'.
 
-    E[W; cell] is the mass of the cell under a normal with mean mu, and E[W'; cell] that with mean -mu. `ahead` is mu,
-    or 0 if there is no W; `behind` is mu, or 0 if there is no W'. One row per alpha.
+    E[W; cell] is the mass of the cell under a normal with mean mu, and E[W'; cell] that with mean -mu. One row per
+    alpha.
     """
 
     alpha: Array
-    mu: float
-    ahead: float
-    behind: float
+    mu: Array
+    ahead: bool  # there is a W
+    behind: bool  # there is a W'
 
     @property
     def std(self) -> Array:
         """The standard deviation."""
-        one, both = math.expm1(self.mu**2), -math.expm1(-(self.mu**2))
-        variance = one * (self.ahead > 0) + one * self.alpha**2 * (self.behind > 0)
-        return np.asarray(np.sqrt(variance + 2 * self.alpha * both * (self.ahead == self.behind)))
+        one, both = np.expm1(self.mu**2), -np.expm1(-(self.mu**2))
+        variance = one * self.ahead + one * self.alpha**2 * self.behind
+        return np.asarray(np.sqrt(variance + 2 * self.alpha * both * (self.ahead and self.behind)))
 
     def mean(self, with_w: Array, with_other: Array) -> Array:
         """The mean from the masses under both normals."""
-        return np.asarray((self.ahead > 0) * with_w - (self.behind > 0) * self.alpha * with_other)
+        if self.ahead and self.behind:
+            return np.asarray(with_w - self.alpha * with_other)
+        return np.asarray(with_w if self.ahead else -self.alpha * with_other)
 
     def at(self, z: Array) -> Array:
         """The term at z."""
@@ -348,7 +432,7 @@ class _Terms(NamedTuple):
         """The z at which the term has this value; infinite outside its range."""
         alpha, half = self.alpha, self.mu**2 / 2
         if self.ahead and self.behind:
-            return np.asarray((np.log(alpha) / 2 + np.arcsinh(value * (math.exp(half) / 2 / np.sqrt(alpha)))) / self.mu)
+            return np.asarray((np.log(alpha) / 2 + np.arcsinh(value * (np.exp(half) / 2 / np.sqrt(alpha)))) / self.mu)
         with np.errstate(divide="ignore"):
             if self.ahead:
                 return np.asarray((np.log(np.maximum(value, 0.0)) + half) / self.mu)
@@ -356,13 +440,20 @@ class _Terms(NamedTuple):
 
 
 def divergences(
-    alphas: Array, bins: int, rounds: int, mu: float, way: str, cut: float, width: float = WIDTH, cells: int = CELLS
+    alphas: Array,
+    bins: int | Array,
+    rounds: int | Array,
+    mu: float | Array,
+    way: str,
+    cut: float | Array,
+    width: float = WIDTH,
+    cells: int = CELLS,
 ) -> Array:
     """Upper bounds on E[(A - alpha)_+], E[(1 - alpha A)_+] or E[(A - alpha B)_+], for some alpha >= 1.
 
     Args:
       alphas: the factors, exp(epsilon).
-      bins: minibatches of an epoch.
+      bins: minibatches of an epoch; here and below, one number or one per alpha.
       rounds: how many of them are released.
       mu: the largest length of a record's term, in standard deviations of the noise.
       way: `remove`, `add` or `replace`.
@@ -373,35 +464,39 @@ def divergences(
     Returns:
       One bound per alpha.
     """
-    terms = _Terms(alphas[:, None], mu, mu if way != "add" else 0.0, mu if way != "remove" else 0.0)
+    bins, rounds, mu, cut = (np.broadcast_to(each, alphas.shape)[:, None] for each in (bins, rounds, mu, cut))
+    terms = _Terms(alphas[:, None], mu, way != "add", way != "remove")
     alpha, std = terms.alpha, terms.std
-    constant = (bins - rounds * (way != "add")) - alpha * (bins - rounds * (way != "remove"))
+    constant = (bins - rounds * terms.ahead) - alpha * (bins - rounds * terms.behind)
     scale = (
         std if way == "remove" else np.minimum(std, 3 * alpha)
     )  # of what counts: rare large W' leave no positive sum
-    spread = scale * math.sqrt(rounds)
-    z = np.linspace(-terms.behind - _LEAST, terms.ahead - float(scipy.special.ndtri(cut)), 100)
-    log_p, d = -z * z / 2 + math.log((z[1] - z[0]) / math.sqrt(2 * math.pi)), terms.at(z)  # only places the grid
+    spread = scale * np.sqrt(rounds)
+    first = -mu * terms.behind - _LEAST
+    z = first + (mu * terms.ahead - scipy.special.ndtri(cut) - first) * np.linspace(0.0, 1.0, 60)
+    log_p = -z * z / 2 + np.log((z[:, 1:2] - z[:, :1]) / math.sqrt(2 * math.pi))  # only places the grid
     enough = (bins - 1) * (alpha - 1) + _SHORTFALL * spread
     usual = 1 - alpha - (constant - (bins - rounds) * (1 - alpha)) / rounds  # the mean of a term
     enough = -constant if way == "remove" else enough  # no W is negative, so one of this length makes the sum positive
+    d = terms.at(z)
     low, top = np.maximum(d[:, :1], usual - enough), np.minimum(d[:, -1:], usual + enough)
     d = np.clip(d, low, top)
 
     def log_moments(t: Array) -> Array:
-        return np.asarray(rounds * _log_sum(log_p + t[:, :, None] * d[:, None, :])[..., 0] + t * constant)
+        exponents = log_p[:, None, :] + t[:, :, None] * d[:, None, :]
+        return np.asarray(rounds * _log_sum(exponents)[..., 0] + t * constant)
 
-    tilts = _geometric((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 20)
+    tilts = _geometric((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 14)
     moments = log_moments(tilts)
     best = moments.argmin(1)[:, None]
     theta, least = np.take_along_axis(tilts, best, 1), np.take_along_axis(moments, best, 1)
-    last, goal = np.maximum(top, 2 * scale), math.log(cut * bins)
+    last, goal = np.maximum(top, 2 * scale), np.log(cut * bins)
     for _ in range(2):
         lasts = (moments - goal + np.log(last)) / tilts
         last = np.maximum(lasts.min(1, keepdims=True), 2 * scale)
     t_last = np.take_along_axis(tilts, lasts.argmin(1)[:, None], 1)
     # Under the tilt, little mass may wrap around from below to the last sums, or from above to the positive ones.
-    steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 7)
+    steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 5)
     start = np.minimum(((least - log_moments(theta - steps) - _WRAPPED) / steps).max(1, keepdims=True), -scale)
     last = np.maximum(last, start + ((log_moments(theta + steps) - least + _WRAPPED) / steps).min(1, keepdims=True))
     extent = np.maximum(last - start, top - low)
@@ -410,7 +505,7 @@ def divergences(
 
 
 def _on_grids(
-    terms: _Terms, constant: Array, bins: int, rounds: int, term: tuple[Array, Array], window: tuple[Array, Array],
+    terms: _Terms, constant: Array, bins: Array, rounds: Array, term: tuple[Array, Array], window: tuple[Array, Array],
     h: Array, theta: Array, t_last: Array,
 ) -> Array:  # fmt: skip
     """The divergences, from tilted masses on circles of cells that hold the sums in `window`.

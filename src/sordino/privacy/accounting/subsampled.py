@@ -72,10 +72,11 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 9  # of the algorithm: cached results of other versions are not read
+VERSION = 10  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
+COARSE_CELLS = 1 << 11  # at least, of a coarse grid
 PRECISE_CELLS = 1 << 18  # at most, with double-double arithmetic
 MOST_MU = 25.0  # of a shift: above it sampling helps too little to need a grid; no sampling is assumed
 MOST_LOSS = 600.0  # of one release: a larger loss counts as infinite
@@ -188,6 +189,20 @@ def suffices(
         if all(each < epsilon * (1 - 1e-3) for each in reached):
             return True
     return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
+
+
+def prepare(accounts: Iterable[SampledAccount], delta: float, adjacency: Adjacency) -> None:
+    """Compute together what `suffices` needs of many accounts with epochs on its coarse grid.
+
+    Args:
+      accounts: the accounts.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+    """
+    folded = [_fold(account.releases, adjacency, account.gaussian_mu)[0] for account in accounts]
+    known = [(parts, delta * (1 - _overflow(parts))) for parts in folded if parts and not _too_far(parts, adjacency)]
+    for way in _ways(adjacency):
+        allocation.prepare(epoch for parts, level in known for epoch in _epochs(parts, way, level, COARSE))
 
 
 def scale(
@@ -814,13 +829,10 @@ def _curve(
     """The curve of the composition, tight near the delta, or near the epsilon if there is one."""
     n = sum(part.times for part in parts) + (mu > 0)
     reach = math.sqrt(2 * math.log(n / (_CUT * delta)))
+    laws = _laws(parts, way, delta, grid)
     shapes = []
-    for part in parts:  # these moments only place the grid, so they need not be bounds
-        of_one = (
-            _epoch_moments(_epoch(parts, part, way, delta, grid))
-            if part.span
-            else _moments(part.rate, _pair(part, way), reach)
-        )
+    for part, law in zip(parts, laws, strict=True):  # these moments only place the grid, so they need not be bounds
+        of_one = _moments(part.rate, _pair(part, way), reach) if law is None else _epoch_moments(law)
         shapes.append((part.times, *of_one))
 
     def moments(theta: float) -> tuple[float, float, float]:
@@ -892,6 +904,7 @@ def _curve(
         return last - first + (1e9 if surplus > 20 - math.log(n) else 0.0), first, last, theta, t
 
     # If rare large losses dominate, the saddle point weighs them so much that the window grows; a lower tilt helps.
+    least = LEAST_CELLS if grid < COARSE else COARSE_CELLS
     best = window(saddle)
     if best[2] - best[1] > 2 * LEAST_CELLS * fine:
         best = min([best, *(window(saddle * part) for part in (0.8, 0.6, 0.4))])
@@ -901,32 +914,41 @@ def _curve(
         size = 1 << math.ceil((last - first) / h + 2).bit_length()
         start = math.floor(first / h)
     else:
-        h = max(min(fine, (last - first) / LEAST_CELLS), (last - first) / MOST_CELLS)
+        h = max(min(fine, (last - first) / least), (last - first) / MOST_CELLS)
         start = math.floor(first / h)
         size = scipy.fft.next_fast_len(math.ceil(last / h) - start + 1, real=True)
     last = h * (start + size)
-    laws = [_epoch(parts, part, way, delta, grid) if part.span else None for part in parts]
     return _compose(parts, laws, mu, way, theta, t, h, start, size, reach, last, precise, centre)
 
 
-def _epoch(
-    parts: Sequence[SampledGaussian], part: SampledGaussian, way: str, delta: float, grid: float
-) -> allocation.Law:
-    """The pair of one epoch. Its losses are as far apart as those of all other epochs, so that all are as blurred.
+def _laws(parts: Sequence[SampledGaussian], way: str, delta: float, grid: float) -> list[allocation.Law | None]:
+    """The pair of one epoch of each part; None where a part has no epochs."""
+    epochs = _epochs(parts, way, delta, grid)
+    allocation.prepare(epochs)
+    of_epochs = map(allocation.law, epochs)
+    return [next(of_epochs) if part.span else None for part in parts]
+
+
+def _epochs(parts: Sequence[SampledGaussian], way: str, delta: float, grid: float) -> list[allocation.Epoch]:
+    """One epoch of each part that has some. Their losses are as far apart as those of all others, so that all are as
+    blurred.
 
     An epoch that few others are like may be more blurred: it adds little to the whole.
     """
-    epochs = [(p.times, allocation.loss_std(round(1 / p.rate), p.span, p.mu, way)) for p in parts if p.span]
-    number = sum(times for times, _ in epochs)
-    usual = math.sqrt(sum(times * std**2 for times, std in epochs) / number)
-    spacing = EPOCH_SPACING * usual * (grid / EXCESS) ** 0.3 * min((number / part.times) ** 0.25, 3.0)
-    growth = EPOCH_GROWTH * math.sqrt(grid / EXCESS)
-    return allocation.law(round(1 / part.rate), part.span, part.mu, way, _epoch_cut(parts, delta), spacing, growth)
-
-
-def _epoch_cut(parts: Sequence[SampledGaussian], delta: float) -> float:
-    """The probability of each epoch that may be counted as an infinite loss."""
-    return float(10.0 ** math.floor(math.log10(1e-3 * delta / sum(part.times for part in parts if part.span))))
+    parts = [part for part in parts if part.span]
+    if not parts:
+        return []
+    number = sum(part.times for part in parts)
+    stds = [allocation.loss_std(round(1 / part.rate), part.span, part.mu, way) for part in parts]
+    usual = math.sqrt(sum(part.times * std**2 for part, std in zip(parts, stds, strict=True)) / number)
+    spacing, growth = EPOCH_SPACING * usual * (grid / EXCESS) ** 0.3, EPOCH_GROWTH * math.sqrt(grid / EXCESS)
+    width = allocation.WIDTH * (2 if grid >= COARSE else 1)
+    cut = float(10.0 ** math.floor(math.log10(1e-3 * delta / number)))  # that may be counted as an infinite loss
+    spacings = [spacing * min((number / part.times) ** 0.25, 3.0) for part in parts]
+    return [
+        allocation.Epoch(round(1 / part.rate), part.span, part.mu, way, cut, own_spacing, growth, width)
+        for part, own_spacing in zip(parts, spacings, strict=True)
+    ]
 
 
 def _epoch_moments(law: allocation.Law) -> tuple[Array, Array]:
