@@ -204,9 +204,16 @@ class Shard(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A minibatch, by its number: which records it holds stays with whoever answers."""
+    """A minibatch, by its number: which records it holds stays with whoever answers.
+
+    Attributes:
+        number: Of the minibatch in its round, from 0.
+        crowding: The most records that it may hold over the expected number, by which answers are divided; public, and
+            1 where the plan draws no minibatches.
+    """
 
     number: int
+    crowding: float = 1.0
 
 
 class Model(Protocol):
@@ -388,10 +395,19 @@ class Stream(Noise):
 
 @dataclass(frozen=True)
 class Lemma:
-    """A named proof that neighbouring data move a message by at most `bound(records, adjacency)`."""
+    """A named proof that neighbouring data move a message by at most `bound(records, adjacency)`.
+
+    Attributes:
+        name: As certificates state it.
+        bound: (records, adjacency) -> the bound.
+        sampled: The bound holds for sums of any number of terms that are divided by `records`. Then it holds for a
+            Poisson minibatch of `records` expected ones, if all answers of a round are about that one minibatch. The
+            engines refuse every other question where minibatches are drawn.
+    """
 
     name: str
-    bound: Callable[[int, Adjacency], float]
+    bound: Callable[[float, Adjacency], float]
+    sampled: bool = False
 
 
 LEAST_CLIP = 1e-12  # numbers near the end of floats have too few digits to keep a bound
@@ -524,10 +540,17 @@ class Query:
         if self.clipping != FLAT_CLIPPING and (self.kind is not Kind.GRADIENT or not math.isfinite(self.clip)):
             raise SordinoError(f"clipping: {self.clipping.law} is for gradients with a finite clip; leave it out.")
 
-    def sensitivity(self, adjacency: Adjacency, unit: Unit, records: int = 1) -> float:
+    @property
+    def sampled(self) -> bool:
+        """Its release is about a minibatch, where a plan draws any."""
+        return self.kind in SAMPLED or (self.bound is not None and self.bound.sampled)
+
+    def sensitivity(self, adjacency: Adjacency, unit: Unit, records: float = 1, rate: float = 1.0) -> float:
         """L2 sensitivity of one release of one client: a lemma's bound, or the clip, once or twice.
 
-        A lemma speaks of `records` bounded terms; at person level these are persons.
+        A lemma speaks of `records` bounded terms; at person level these are persons. If it holds for minibatches and
+        these are drawn at a `rate` below 1, it speaks of the expected number. The account of a sample compares a
+        replaced term with none, and so with the other one: twice the bound of one that joins.
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
@@ -535,6 +558,9 @@ class Query:
         - A record or a person may carry its client's clipped message from anywhere in the ball to anywhere, joining or
           not: 2C.
         """
+        if self.bound is not None and self.bound.sampled and rate < 1:
+            terms = 1 if adjacency is Adjacency.ADD_REMOVE else 2
+            return terms * self.bound.bound(records * rate, Adjacency.ADD_REMOVE)
         if self.bound is not None:
             return self.bound.bound(records, adjacency)
         anywhere = self.kind is Kind.DELTA and unit is not Unit.CLIENT
@@ -611,12 +637,18 @@ class Ask(Protocol):
         (1 - y) t-, (1 - p) t-, w, w t+, w t-, w t^2."""
         ...
 
-    def curvature(self, theta: Tensor) -> Tensor: ...
-    def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
+    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
+        """Over all records, or over a minibatch and divided by its expected size; then it must carry no noise."""
+        ...
+
+    def curvature_times(self, theta: Tensor, v: Tensor, on: Batch | None = None) -> Tensor:
         """The curvature times a vector, never built; a call of the CURVATURE query, which must carry no noise."""
         ...
 
-    def fisher(self, theta: Tensor) -> Tensor: ...
+    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
+        """As `curvature`, of g g^T."""
+        ...
+
     def gram(self) -> Tensor: ...
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
         """Per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.

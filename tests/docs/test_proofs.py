@@ -20,7 +20,7 @@ from mpmath import iv
 from scipy.special import ndtr
 from scipy.stats import binom
 
-from sordino.core import SAFETY, Adjacency, Clipping, Correlated, Shard
+from sordino.core import SAFETY, Adjacency, Clipping, Correlated, Kind, Query, Shard, Unit
 from sordino.engines.oracle import clipped
 from sordino.errors import SordinoError
 from sordino.evidence.spent import COPIES, REST, Charge, Choice, Spent, SpentByRuns
@@ -373,6 +373,52 @@ def test_the_lemma_bounds_the_direction_and_is_nearly_reached(trials):
             more = system + curvature / m * np.outer(u, u)
             found.append(np.linalg.norm(np.linalg.solve(system, start) - np.linalg.solve(more, moved)) / bound)
         assert 0.95 < max(found) <= 1
+
+
+@pytest.mark.parametrize("trials", tiers([300, 30_000], 1))
+def test_a_direction_of_a_minibatch_moves_by_the_bound_of_its_expected_size(trials):
+    """However many records were drawn beside it, none or ten times as many; the bound of all records is found false."""
+    rng = np.random.default_rng(30)
+    clip, limit, curvature, gamma, m = 1.0, 2.0, 0.3, 0.7, 12
+    lemma = admm.shift(clip, limit, curvature, gamma, sampled=True)
+    found, wrong = [], []
+    for trial in range(trials):
+        b, d = float(rng.choice([0.5, 1.0, 4.0])), int(rng.integers(1, 5))
+        others = 0 if trial % 3 == 0 else int(rng.integers(0, m))
+        u = rng.normal(size=d)
+        u = u / np.linalg.norm(u)
+        past = limit * u if trial % 2 else 3 * rng.normal(size=d)
+
+        def direction(gradients, matrices, past=past, b=b, d=d):
+            v = projected(torch.tensor(sum(gradients, np.zeros(d)) / b), torch.from_numpy(past), limit).numpy()
+            return np.linalg.solve(sum(matrices, np.zeros((d, d))) / b + gamma * np.eye(d), v)
+
+        gradients = [clip * w / np.linalg.norm(w) for w in rng.normal(size=(others, d))]
+        matrices = [semidefinite(rng, d, 1, curvature) for _ in range(others)]
+        without = direction(gradients, matrices)
+        added = direction([*gradients, -clip * u], [*matrices, curvature * np.outer(u, u)])
+        moved = float(np.linalg.norm(added - without))
+        found.append(moved / lemma.bound(b, ADD))
+        wrong.append(moved / lemma.bound(m, ADD))
+    assert 0.9 < max(found) <= 1
+    assert max(wrong) > 1
+
+
+def test_a_replaced_record_of_a_minibatch_is_compared_with_none():
+    """Two records of lemma 6 on the line: one with a matrix, the other without; half of their distance costs less."""
+    lemma, b, rate = admm.shift(1.0, 4.0, 2.0, 1.0, sampled=True), 2.0, 0.1
+    joins, replaced = lemma.bound(b, ADD), lemma.bound(b, REPLACE)
+    assert replaced < 2 * joins
+    mu = 1.2  # of a record that joins
+    x = np.arange(-9.0, 9.0, 1e-3)
+    one, other = (1 - rate) * normal(x) + rate * normal(x, mu), (1 - rate) * normal(x)
+    other = other + rate * normal(x, mu * (joins - replaced) / joins)
+    query = Query(Kind.DELTA, 4.0, bound=lemma)
+    claimed = query.sensitivity(REPLACE, Unit.RECORD, 20, rate) / 2
+    for epsilon in (0.2, 0.5, 1.0):
+        exact = max(hockey_stick(one, other, epsilon, 1e-3), hockey_stick(other, one, epsilon, 1e-3))
+        assert exact <= line_delta(rate, mu * claimed / joins, REPLACE, epsilon) + 1e-9
+        assert exact > 1.05 * line_delta(rate, mu * replaced / 2 / joins, REPLACE, epsilon)
 
 
 def test_cholesky_is_as_accurate_as_the_lemma_assumes():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Batch, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Batch, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped, noised
@@ -18,6 +18,7 @@ from sordino.models.torch_model import TorchModel
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import GRID_BITS, Draw
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
+from sordino.privacy.participation import Sampling
 from sordino.privacy.plan import Plan
 from sordino.rules import scale
 
@@ -178,6 +179,53 @@ def test_a_batch_made_by_hand_gains_nothing():
     records = small(torch.float64)
     method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (Query(Kind.GRADIENT, 1.0),)),), EVERY)
     with pytest.raises(OverspentError, match="sample"):
+        next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_a_bound_about_one_minibatch_allows_no_other_question(engine):
+    """A matrix of other records than the gradient's is no part of the account."""
+    seen, asked, records = [], [], small(torch.float64)
+
+    def compute(ask, broadcast, memory, cache):
+        batch = ask.sample()
+        seen.append(batch)
+        g = ask.gradient(broadcast.theta, on=batch)
+        matrix = asked[-1](ask, broadcast.theta, batch)
+        return g + 0 * matrix.sum((-1, -2)).unsqueeze(-1)
+
+    lemma = Lemma("toy", lambda b, adjacency: 1.0, sampled=True)
+    inside = Query(Kind.GRADIENT, 1.0, noise=None), Query(Kind.FISHER, 1.0, noise=None)
+    stage = Stage(Local(compute), scale(-1.0), (*inside, Query(Kind.DELTA, 1.0, bound=lemma)))
+    plan = replace(plan_for(records, Method("toy", Unit.RECORD, (stage,), EVERY)), sampling=Sampling.parse("poisson:3"))
+    for question, fine in (
+        (lambda ask, theta, batch: ask.fisher(theta, on=batch), True),
+        (lambda ask, theta, batch: ask.fisher(theta), False),
+        (lambda ask, theta, batch: ask.fisher(theta, on=ask.sample()), False),
+        (lambda ask, theta, batch: ask.fisher(theta, on=Batch(1)), False),
+    ):
+        asked.append(question)
+        run = engine.run(plan, Linear(3, 2), records, Seeded(0))
+        if fine:
+            next(run)
+            assert all(batch.crowding > 1 for batch in seen)
+            next(engine.run(replace(plan, sampling=Sampling()), Linear(3, 2), records, Seeded(0)))
+            assert seen[-1].crowding == 1
+        else:
+            with pytest.raises(OverspentError, match="minibatch"):
+                next(run)
+    keeps = stage._replace(local=Local(compute, prepare=lambda ask: ask.gradient(torch.zeros(8))))
+    with pytest.raises(OverspentError, match="minibatch"):
+        next(engine.run(replace(plan, method=plan.method._replace(stages=(keeps,))), Linear(3, 2), records, Seeded(0)))
+
+
+def test_a_released_matrix_is_about_all_records():
+    def compute(ask, broadcast, memory, cache):
+        return ask.fisher(broadcast.theta, on=ask.sample())
+
+    records, query = small(torch.float64), Query(Kind.FISHER, 1.0, psd=True)
+    method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (query,)),), EVERY)
+    with pytest.raises(OverspentError, match="leave `on` out"):
         next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
 
 

@@ -212,6 +212,7 @@ CASES = [  # name, options, minibatches a client draws in a run of 4 rounds
     ("dp-scaffold", {"steps": 2, "warm_start": True}, 7),
     ("fedhybrid", {"local_steps": 3}, 6),
     ("fednewton", {"local_steps": 3}, 6),
+    ("dp-fednew", {}, 4),  # gradient and curvature are about one minibatch
 ]
 
 

@@ -76,7 +76,8 @@ def own_account(found, i, *, slower=1.0):
         for k, query in enumerate(this_round.stage.queries):
             if query.noise is None:
                 continue
-            sampled_query = query.kind is Kind.GRADIENT and promise.unit is Unit.RECORD
+            sampled_query = promise.unit is Unit.RECORD
+            sampled_query &= query.kind is Kind.GRADIENT or (query.bound is not None and query.bound.sampled)
             if found.only_sums_visible:
                 records = 1.0 if query.kind is Kind.DELTA else sizes * (rates if sampled_query else 1.0)
                 weight = found.weights / records
@@ -92,10 +93,14 @@ def own_account(found, i, *, slower=1.0):
                 else rate
             )
             if rate < 1:
-                key = (float(rate) * slower, round(float(moved * query.clip * query.joint**0.5 / noise), 12))
+                term = query.clip
+                if query.bound is not None:  # a record that joins moves a message about so many expected ones
+                    term = query.bound.bound(float(sizes[i] * rate), Adjacency.ADD_REMOVE)
+                key = (float(rate) * slower, round(float(moved * term * query.joint**0.5 / noise), 12))
                 drawn[key] = drawn.get(key, 0) + query.calls // query.joint
             else:
-                whole += query.calls * (moved * query.sensitivity(promise.adjacency, promise.unit) / noise) ** 2
+                bound = query.sensitivity(promise.adjacency, promise.unit, found.sizes[i])
+                whole += query.calls * (moved * bound / noise) ** 2
     law = Sampler(kind if hidden else found.sampling.kind)
     parts = [SampledGaussian(rate, mu, times, law) for (rate, mu), times in drawn.items()]
     return subsampled.epsilon(parts, promise.delta, promise.adjacency, math.sqrt(whole))
@@ -134,6 +139,9 @@ PLANS = {
     "whole clients, replace-one": dict(who="poisson:0.3", **CLIENT),
     "whole clients, so many": dict(who="fixed:1", **CLIENT),
     "whole clients, so many, add-remove": dict(who="fixed:1", **CLIENT, **ADD),
+    "directions": dict(name="dp-fednew", batch="poisson:4"),
+    "directions, add-remove": dict(name="dp-fednew", batch="poisson:4", sizes=(3, 40), **ADD),
+    "sums of directions": dict(name="dp-fednew", options={"duals": False}, batch="poisson:4", **SA),
     "whole clients and minibatches": dict(who="poisson:0.3", batch="poisson:4", **CLIENT, **ADD),
 }
 PSD = pytest.param(
@@ -307,7 +315,9 @@ def test_a_stream_of_independent_noise_is_paid_for_as_fresh_noise():
 @pytest.mark.parametrize(
     ("keys", "word"),
     [
-        (dict(name="dp-fednew", batch="poisson:4"), "the bound of"),
+        (dict(name="dp-fednew", batch="poisson:4", options={"solver": "cg"}), "all records of a client"),
+        (dict(name="dp-fednew", batch="fixed:4"), "Poisson minibatches"),
+        (dict(name="dp-fednew", batch="allocation:4"), "Poisson minibatches"),
         (dict(name="dp-fednew-fc", batch="poisson:4"), "the bound of"),
         (dict(name="dp-ftrl", batch="poisson:4"), "separate part of the stream"),
         (dict(name="dp-ftrl", batch="fixed:4", options={"mechanism": "independent"}), "separate part of the stream"),
@@ -514,6 +524,18 @@ def test_certificates_of_sampled_plans_verify(name):
     cert = certificate(plan(**PLANS[name]), Secure(), version="0")
     assert cert["certified"]
     assert not verify({**cert, "epsilon_at": {}}).problems
+
+
+@pytest.mark.parametrize("name", ["directions", "sums of directions"])
+def test_messages_are_sampled_only_by_a_lemma_about_minibatches(name):
+    problems, forgery, cert = [], [], certificate(plan(**PLANS[name]), Secure(), version="0")
+    assert cert["certified"]
+    _check_bounds(cert, problems)
+    assert not problems
+    cert["queries"][0]["bound"] = "by lemma: something else"
+    _check_bounds(cert, forgery)
+    assert all("a rate below 1 is claimed" in problem for problem in forgery)
+    assert forgery
 
 
 def test_a_rate_with_many_digits_verifies():

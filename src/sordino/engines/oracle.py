@@ -44,6 +44,7 @@ from sordino.privacy.plan import Plan, plan_mechanism, sent_answers
 from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves, rebuild
 
+ONE_BATCH = "the bound of this stage is about one minibatch per round; ask all questions about it, with on=batch"
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
@@ -167,6 +168,8 @@ class Oracle:
         self._add_noise, self._preparing = add_noise, preparing
         # A lemma's bound relies on answers with the precision of float64.
         self._wide = any(query.bound is not None for query in stage.queries)
+        lemmas = [query.bound for query in stage.queries if query.bound is not None]
+        self._one_batch = pick is not None and any(lemma.sampled for lemma in lemmas)
         self._calls = [0] * len(stage.queries)
         self._answers: list[tuple[int, Tensor]] = []  # (query number, answer)
         self._batches: list[Shard] = []
@@ -195,8 +198,7 @@ class Oracle:
             inside = torch.zeros_like(theta).index_fill(-1, part, 1.0)
             scale = inside if scale is None else inside * scale
         number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
-        if not 0 <= number < len(self._batches):
-            raise OverspentError(f"minibatch {number} was not drawn in this round; take one from ask.sample()")
+        batch = self._drawn(number)
         self._batch_uses[number] += 1
         place = self._number(Kind.GRADIENT)
         query = self._stage.queries[place]
@@ -204,8 +206,6 @@ class Oracle:
             raise OverspentError(f"a minibatch was asked about more often than joint={query.joint} of the query allows")
         if sum(map(bool, self._batch_uses)) > query.calls // query.joint and self._calls[place] < query.calls:
             raise OverspentError("more minibatches were asked about than the query's `calls` over `joint`")
-
-        batch = self._batches[number]
 
         def total(clip: float) -> Tensor:
             whole = gradient_sum(self._model, query, theta, batch, *rest, blend=blend)
@@ -220,32 +220,35 @@ class Oracle:
 
     def calibration(self, theta: Tensor, differences: bool = False) -> Tensor:
         """The noised class shares of labels and of predictions; see `Ask.calibration`."""
-        shard = self._all()
+        shard = self._whole()
         return self._answer(
             Kind.CALIBRATION, 1, lambda clip: self._model.calibration_sum(theta, shard, clip, differences)
         )
 
     def slope(self, theta: Tensor) -> Tensor:
         """The noised means that a slope is calibrated by; see `Ask.slope`."""
-        return self._answer(Kind.SLOPE, 1, lambda clip: self._model.slope_sum(theta, self._all(), clip))
+        return self._answer(Kind.SLOPE, 1, lambda clip: self._model.slope_sum(theta, self._whole(), clip))
 
-    def curvature(self, theta: Tensor) -> Tensor:
+    def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
         """The mean Hessian at theta."""
-        return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, self._all(), clip))
+        shard = self._about(Kind.CURVATURE, on)
+        return self._answer(Kind.CURVATURE, 2, lambda clip: self._model.curvature_sum(theta, shard, clip), on)
 
-    def curvature_times(self, theta: Tensor, v: Tensor) -> Tensor:
+    def curvature_times(self, theta: Tensor, v: Tensor, on: Batch | None = None) -> Tensor:
         """The mean Hessian at theta times v, without building the Hessian."""
         if any(query.kind is Kind.CURVATURE and query.noise is not None for query in self._stage.queries):
             raise OverspentError("the curvature query is released here: ask for the whole matrix, which is noised once")
-        return self._answer(Kind.CURVATURE, 1, lambda clip: self._model.curvature_times(theta, self._all(), clip, v))
+        shard = self._about(Kind.CURVATURE, on)
+        return self._answer(Kind.CURVATURE, 1, lambda clip: self._model.curvature_times(theta, shard, clip, v), on)
 
-    def fisher(self, theta: Tensor) -> Tensor:
+    def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
         """The mean of g g^T over the clipped gradients at theta."""
-        return self._answer(Kind.FISHER, 2, lambda clip: self._model.fisher_sum(theta, self._all(), clip))
+        shard = self._about(Kind.FISHER, on)
+        return self._answer(Kind.FISHER, 2, lambda clip: self._model.fisher_sum(theta, shard, clip), on)
 
     def gram(self) -> Tensor:
         """The mean of x x^T over clipped records."""
-        return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._all(), clip)))
+        return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._whole(), clip)))
 
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
         """The noised residuals and curvatures by leaf of one tree; see `Ask.leaves`."""
@@ -255,7 +258,7 @@ class Oracle:
 
     def tally(self, theta: Tensor) -> Tensor:
         """The mean of one bounded vector per record; see `Ask.tally`."""
-        return self._answer(Kind.TALLY, 1, lambda clip: self._model.tally_sum(theta, self._all(), clip))
+        return self._answer(Kind.TALLY, 1, lambda clip: self._model.tally_sum(theta, self._whole(), clip))
 
     def std(self, kind: Kind) -> Tensor:
         """The standard deviation of the noise on one number of an answer; public."""
@@ -265,9 +268,15 @@ class Oracle:
     def sample(self) -> Batch:
         """Draw a minibatch, or take all records where the plan draws none."""
         number = len(self._batches)
-        self._batches.append(self._all() if self._pick is None else self._pick(number))
+        if self._one_batch and (number or self._preparing):  # a cache would carry one sample into other rounds
+            raise OverspentError(ONE_BATCH)
+        batch = self._all() if self._pick is None else self._pick(number)
+        self._batches.append(batch)
         self._batch_uses.append(0)
-        return Batch(number)
+        if self._rates is None:
+            return Batch(number)
+        slots = batch.mask.shape[-1] // batch.per_person  # public, as is the expected number
+        return Batch(number, slots / float((self._sizes * self._rates).min()))
 
     def finish(self, message: Tree) -> Tree:
         """Clip and noise the finished message, if the stage has a DELTA query.
@@ -304,7 +313,27 @@ class Oracle:
             )
         return numbers
 
-    def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor]) -> Tensor:
+    def _drawn(self, number: int) -> Shard:
+        """The records of a minibatch of this round."""
+        if not 0 <= number < len(self._batches):
+            raise OverspentError(f"minibatch {number} was not drawn in this round; take one from ask.sample()")
+        return self._batches[number]
+
+    def _whole(self) -> Shard:
+        """All records, which may not be asked about where a lemma speaks of one minibatch."""
+        if self._one_batch:
+            raise OverspentError(ONE_BATCH)
+        return self._all()
+
+    def _about(self, kind: Kind, on: Batch | None) -> Shard:
+        """The records that a matrix is about: all, or those of a minibatch if the matrix stays at the client."""
+        if on is None:
+            return self._whole()
+        if self._stage.queries[self._number(kind)].noise is not None:
+            raise OverspentError(f"the {kind} query is released and accounted for with all records; leave `on` out")
+        return self._drawn(on.number)
+
+    def _answer(self, kind: Kind, axes: int, total: Callable[[float], Tensor], on: Batch | None = None) -> Tensor:
         number = self._number(kind)
         query, call = self._stage.queries[number], self._calls[number]
         if self._preparing and query.noise is not None:
@@ -326,15 +355,16 @@ class Oracle:
         released = query.noise is not None
         if released and self._add_noise:
             answer = self._noised(answer, number, call, axes)
-        answer = answer / along(self._divisor(kind), axes)
+        answer = answer / along(self._divisor(kind, on), axes)
         if not (self._wide or (released and not self._add_noise)):
             answer = answer.to(self._sizes.dtype)
         self._answers.append((number, answer))
         return answer
 
-    def _divisor(self, kind: Kind) -> Tensor:
+    def _divisor(self, kind: Kind, on: Batch | None = None) -> Tensor:
         """The number of records an answer is about: all of them, or the expected size of a minibatch."""
-        return self._sizes * self._rates if kind in SAMPLED and self._rates is not None else self._sizes
+        drawn = kind in SAMPLED or on is not None
+        return self._sizes * self._rates if drawn and self._rates is not None else self._sizes
 
     def _of_each_run(self, answer: Tensor) -> Tensor:
         """Repeat an answer that does not depend on theta for each run; a cache is shared by all runs."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from sordino.core import FLAT_CLIPPING, SAFETY, Adjacency, Divisor, Noise, Trust, Unit
+from sordino.core import FLAT_CLIPPING, SAFETY, Adjacency, Divisor, Noise, Query, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.evidence.signing import code_sha256
 from sordino.privacy import calibration, spending
@@ -34,6 +34,7 @@ MOST_LISTED_ROUNDS = 1_000_000  # clients times rounds of a drawn schedule that 
 SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION = "evaluation"  # the method of a certificate that is about test records
+OF_MINIBATCHES = ", also of a Poisson minibatch"  # at the end of a lemma's name, if it holds for them
 STATISTICS = "statistics"  # the method of a certificate that is about counts which complete a schema
 
 NUMERICS = (
@@ -161,7 +162,7 @@ def certificate(
                 "carried": mechanism_of(level.query.noise).carried,
                 "step": level.step,
                 "dimension": level.dimension,
-                "bound": "by clip" if level.query.bound is None else f"by lemma: {level.query.bound.name}",
+                "bound": _bound(level.query),
                 **_factor(level.query.noise),
                 **({} if level.query.clipping == FLAT_CLIPPING else {"clipping": str(level.query.clipping)}),
             }
@@ -198,6 +199,12 @@ def certificate(
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
+
+
+def _bound(query: Query) -> str:
+    """What the sensitivity of a query follows from."""
+    lemma = query.bound
+    return "by clip" if lemma is None else f"by lemma: {lemma.name}{OF_MINIBATCHES if lemma.sampled else ''}"
 
 
 def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import numpy as np
 from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.evidence import signing, streams
-from sordino.evidence.certificate import CERTIFICATE_FORMAT, listed
+from sordino.evidence.certificate import CERTIFICATE_FORMAT, OF_MINIBATCHES, listed
 from sordino.lazy import optional, scipy
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.samplers import Sampler
@@ -544,7 +544,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                         f"{name}: the sensitivity is {release['sensitivity']:.6g}, but clip {clip:g}, {unit} level and "
                         f"{adjacency} make it {expected:.6g}"
                     )
-            _check_rate(cert, kind, name, group, release, problems)
+            _check_rate(cert, query, group, release, problems)
     _check_rounds(cert, problems)
     _check_totals(cert, problems)
 
@@ -656,18 +656,19 @@ def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
 
 def _check_rate(
     cert: Mapping[str, Any],
-    kind: Kind,
-    name: str,
+    query: Mapping[str, Any],
     group: Mapping[str, Any],
     release: Mapping[str, Any],
     problems: list[str],
 ) -> None:
     """Check a rate below 1: it must be the rate of the sampler for the smallest client of the group, and sampling must
-    give privacy at all."""
+    give privacy at all. A whole message is about a minibatch only by a lemma, which is proved for Poisson sampling."""
     rate, sampler, unit = float(release["rate"]), str(release["sampler"]), Unit(cert["unit"])
     if rate == 1:
         return
-    if unit.sizes_public and kind in SAMPLED:
+    name, kind = query["query"], Kind(query["query"].split()[-1])
+    by_lemma = kind is Kind.DELTA and query["bound"].endswith(OF_MINIBATCHES) and sampler == Sampler.POISSON
+    if unit.sizes_public and (kind in SAMPLED or by_lemma):
         law = Sampling.parse(cert["sampler"]["records"])
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
     elif unit is Unit.CLIENT and cert["trust"] == Trust.TRUSTED_SERVER:

@@ -15,7 +15,22 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from sordino.core import Adjacency, Ask, Broadcast, Lemma, Local, Method, Query, Rule, Stage, Tree, Trust, Unit, nothing
+from sordino.core import (
+    Adjacency,
+    Ask,
+    Batch,
+    Broadcast,
+    Lemma,
+    Local,
+    Method,
+    Query,
+    Rule,
+    Stage,
+    Tree,
+    Trust,
+    Unit,
+    nothing,
+)
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.basic import zeros
@@ -26,34 +41,39 @@ UNSOUND = "Rescaling by xi changes without bound with the data near |g| = limit;
 ROUNDING_SLACK = 1e-6  # of the longest message: what the rounding of the two solutions may add to their difference
 
 
-def shift(clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0) -> Lemma:
+def shift(
+    clip: float, limit: float, curvature_clip: float, gamma: float, error: float = 0.0, *, sampled: bool = False
+) -> Lemma:
     """How far one of m records moves (H + gamma I)^-1 v, with |v| <= limit and mean Hessian H >= 0.
 
     A record moves v by clip / m (a projection is 1-Lipschitz), twice that if replaced; the inverse divides by gamma. It
     moves H by P >= 0, |P| <= h = curvature_clip / m: then 0 <= A^-1 - (A + P)^-1 <= h / (gamma (gamma + h)) I for A >=
     gamma I. Two matrices of that interval differ by no more than its width: once, even if replaced. A solver that is
-    off by `error` adds it once for either neighbour. The proof is in docs/proofs.md, "DP-FedNew's direction".
+    off by `error` adds it once for either neighbour. m is only a divisor: sums over any number of records may stand
+    for the means, so that m may be the expected size of a minibatch (`sampled`) if v and H are about the same one. The
+    proof is in docs/proofs.md, "DP-FedNew's direction".
     """
 
-    def bound(m: int, adjacency: Adjacency) -> float:
+    def bound(m: float, adjacency: Adjacency) -> float:
         h, times = curvature_clip / m, 1 if adjacency is Adjacency.ADD_REMOVE else 2
         slack = 2 * error + ROUNDING_SLACK * limit / gamma
         return times * clip / (gamma * m) + limit * h / (gamma * (gamma + h)) + slack
 
-    return Lemma("one record moves a damped Newton direction", bound)
+    return Lemma("one record moves a damped Newton direction", bound, sampled)
 
 
 def check_rounding(dimension: int, ratio: float, *, inverse: bool = False) -> None:
     """Refuse a system of equations whose solution float64 may round by more than ROUNDING_SLACK allows.
 
-    With d equations, ratio = curvature_clip / gamma and trace(A) <= gamma (d + sqrt(d) ratio), Cholesky's solution is
+    With d equations, ratio = |H|_F / gamma at most and trace(A) <= gamma (d + sqrt(d) ratio), Cholesky's solution is
     off by at most (3 d + 2) u (d + sqrt(d) ratio) of the longest one, u = 2^-53 (Higham 2002, Theorems 10.3 and 10.4:
     the norm of |R^T| |R| is at most trace(A)). An inverse that is computed first adds 2 d^2 u sqrt(d + sqrt(d) ratio)
     (his Lemma 14.1, and |R^-1|_F^2 <= d / gamma). Two neighbours have twice that.
 
     Args:
         dimension: Number of equations.
-        ratio: Bound on a record's curvature over gamma; inf where the message is clipped, so that nothing is needed.
+        ratio: Bound on the curvature over gamma: that of one record, times the crowding of a minibatch; inf where the
+            message is clipped, so that nothing is needed.
         inverse: The inverse matrix is computed, and multiplied by the right side.
 
     Raises:
@@ -77,7 +97,7 @@ class DualMemory(NamedTuple):
     sent: Tensor  # y_i as it was last sent
 
 
-Solve = Callable[[Ask, Tensor, Tensor, Any], Tensor]  # (ask, theta, v, cache) -> (H + gamma I)^-1 v
+Solve = Callable[[Ask, Batch, Tensor, Tensor, Any], Tensor]  # (ask, batch, theta, v, cache) -> (H + gamma I)^-1 v
 
 
 def admm(
@@ -117,8 +137,10 @@ def admm(
         return memory.dual + rho * (memory.sent - broadcast.extras)
 
     def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: DualMemory, cache: Tree) -> Tensor:
-        v = LIMITS[limit_by](ask.gradient(broadcast.theta), rho * broadcast.extras - dual(broadcast, memory), limit)
-        return solve(ask, broadcast.theta, v, cache)
+        batch = ask.sample()  # gradient and curvature are about the same records, as the account assumes
+        g = ask.gradient(broadcast.theta, on=batch)
+        v = LIMITS[limit_by](g, rho * broadcast.extras - dual(broadcast, memory), limit)
+        return solve(ask, batch, broadcast.theta, v, cache)
 
     def update_memory(sent: Tensor, broadcast: Broadcast[Tensor], memory: DualMemory) -> DualMemory:
         return DualMemory(dual(broadcast, memory), sent)

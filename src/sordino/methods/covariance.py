@@ -8,7 +8,7 @@ at the client, which factorises it once; it costs no budget.
 
 from __future__ import annotations
 
-from sordino.core import Ask, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
+from sordino.core import Ask, Batch, Broadcast, Facts, Kind, Local, Method, Query, Rule, Stage, Tree, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.admm import admm, check_rounding
@@ -160,7 +160,7 @@ def dp_fednew_fc(
         check_rounding(gram.shape[-1], ratio, inverse=True)
         return torch.cholesky_inverse(damped(gram, alpha + rho))
 
-    def solve(ask: Ask, theta: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
+    def solve(ask: Ask, batch: Batch, theta: Tensor, v: Tensor, inverse: Tensor) -> Tensor:
         return times(inverse, v)
 
     queries = answers(unit, Kind.GRAM, clip, limit, covariance_clip, alpha + rho)

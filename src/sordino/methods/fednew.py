@@ -3,7 +3,8 @@
 A lemma bounds how far a record moves a direction (`admm.shift`); a client's direction is clipped. The Hessian never
 leaves the client and is computed in chunks; `solver = cg` never builds it. For networks, `curvature = fisher` takes the
 mean of g g^T over gradients g of the last layer, and 0 elsewhere: a mean of semi-definite matrices of bounded norm too,
-so the lemma is the same. FedNew-FC uses the feature covariance instead, which is constant over the run and factorised
+so the lemma is the same. Minibatches are Poisson samples: gradient and H are about one of them, and the lemma is about
+its expected size. FedNew-FC uses the feature covariance instead, which is constant over the run and factorised
 once: see `covariance`.
 """
 
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from sordino.core import Ask, Kind, Method, Query, Tree, Unit
+from sordino.core import Ask, Batch, Kind, Method, Query, Tree, Unit
 from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor, torch
 from sordino.methods.admm import Solve, admm, check_rounding, shift
@@ -37,7 +38,8 @@ def answers(
             f"curvature_clip: {curvature_clip:g} is over {MOST_CONDITION:g} times alpha + rho = {gamma:g}, where "
             "rounding would break the bound; lower it, or raise alpha."
         )
-    lemma = shift(clip, limit, curvature_clip, gamma, error)
+    # A covariance is about all records, and the number of steps of cg is too small for a crowded minibatch.
+    lemma = shift(clip, limit, curvature_clip, gamma, error, sampled=kind is not Kind.GRAM and not cg)
     inside = Query(Kind.GRADIENT, clip, noise=None), Query(kind, curvature_clip, calls, noise=None)
     return *inside, Query(Kind.DELTA, limit / gamma, bound=lemma)  # no direction is longer: the clip only makes sure
 
@@ -120,11 +122,12 @@ def dp_fednew(
     Guarantee:
         Released: The direction y_i, noised once per round and client. Gradient and curvature stay at the client without
             noise.
-        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records. Client level: clip if one
-            joins or leaves; 2 clip if it is replaced.
+        Sensitivity: Record level: the bound of `admm.shift`, proved for one of m records, or of a Poisson minibatch of
+            m expected ones, where a replaced record counts as two that join. Client level: clip if one joins or leaves;
+            2 clip if it is replaced.
         Proved for: record and client level; untrusted-server. With duals = False: untrusted-server, secure-aggregation
             and trusted-server.
-            With limit_by = paper-xi: nothing.
+            With limit_by = paper-xi: nothing. With solver = cg: all records of a client only.
         Reason: Dual variables are hidden client state; what sums of messages reveal about them is not proved.
 
     Example:
@@ -151,9 +154,9 @@ def dp_fednew(
 def direct(gamma: float, curvature_clip: float = math.inf) -> Solve:
     """Build H_i and factorise it. curvature_clip: inf where the message is clipped instead."""
 
-    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
-        check_rounding(v.shape[-1], curvature_clip / gamma)
-        return torch.cholesky_solve(v.unsqueeze(-1), damped(ask.curvature(theta), gamma)).squeeze(-1)
+    def solve(ask: Ask, batch: Batch, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        check_rounding(v.shape[-1], batch.crowding * curvature_clip / gamma)
+        return torch.cholesky_solve(v.unsqueeze(-1), damped(ask.curvature(theta, on=batch), gamma)).squeeze(-1)
 
     return solve
 
@@ -161,10 +164,10 @@ def direct(gamma: float, curvature_clip: float = math.inf) -> Solve:
 def last_layer(gamma: float, curvature_clip: float = math.inf) -> Solve:
     """As `direct`, where H_i is the Fisher matrix of the last parameters, and 0 for all others."""
 
-    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
-        F = ask.fisher(theta)
+    def solve(ask: Ask, batch: Batch, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        F = ask.fisher(theta, on=batch)
         body, head = v[..., : -F.shape[-1]], v[..., -F.shape[-1] :]
-        check_rounding(F.shape[-1], curvature_clip / gamma)
+        check_rounding(F.shape[-1], batch.crowding * curvature_clip / gamma)
         return torch.cat([body / gamma, torch.cholesky_solve(head.unsqueeze(-1), damped(F, gamma)).squeeze(-1)], -1)
 
     return solve
@@ -173,7 +176,7 @@ def last_layer(gamma: float, curvature_clip: float = math.inf) -> Solve:
 def conjugate(gamma: float, steps: int) -> Solve:
     """Products with H_i only."""
 
-    def solve(ask: Ask, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
-        return conjugate_gradients(lambda p: ask.curvature_times(theta, p) + gamma * p, v, steps)
+    def solve(ask: Ask, batch: Batch, theta: Tensor, v: Tensor, cache: Tree) -> Tensor:
+        return conjugate_gradients(lambda p: ask.curvature_times(theta, p, on=batch) + gamma * p, v, steps)
 
     return solve

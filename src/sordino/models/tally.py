@@ -95,7 +95,7 @@ class Tally(ABC):
         """The largest norm of a record's vector, with the margin that every clip has."""
         return self.bound(1, Adjacency.ADD_REMOVE)
 
-    def bound(self, records: int, adjacency: Adjacency) -> float:
+    def bound(self, records: float, adjacency: Adjacency) -> float:
         """How far one record, or one person, moves the sum; the module's text has the proof."""
         replaced = adjacency is Adjacency.REPLACE_ONE
         squares = (block.weight**2 * (2 if replaced and block.cells > 1 else 1) for block in self.layout)

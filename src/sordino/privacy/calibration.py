@@ -29,7 +29,7 @@ from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism
+from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
 from sordino.privacy.releases import (
     QueryNoise,
     account_columns,
@@ -188,11 +188,16 @@ def _query_noise(
     """
     unit, adjacency = plan.privacy.unit, plan.privacy.adjacency
     sizes, position = _distinct(np.array(plan.sizes))
-    sensitivity = np.array([query.sensitivity(adjacency, unit, int(m)) for m in sizes])[position] * person_factor(plan)
+    # A bound about minibatches depends on the rates at which they are drawn, not on those of the account.
+    amplifies = query.sampled and not unbounded_sampling(plan)
+    rates = plan.sampling.rates(sizes.astype(float)) if amplifies else np.ones(len(sizes))
+    of_sizes = [(int(m), float(rate)) for m, rate in zip(sizes, rates, strict=True)]
+    sensitivity = np.array([query.sensitivity(adjacency, unit, *each) for each in of_sizes])[position]
+    sensitivity = sensitivity * person_factor(plan)
     if not np.isfinite(sensitivity).all() and not plan.noiseless:
         raise SordinoError(f"clip: {plan.method.name}'s {query.kind} needs a finite clip; set clip.")
-    lemma = query.bound
-    scale = query.clip if lemma is None else max(lemma.bound(int(m), Adjacency.ADD_REMOVE) for m in sizes)
+    bounds = [query.sensitivity(Adjacency.ADD_REMOVE, unit, *each) for each in of_sizes]
+    scale = query.clip if query.bound is None else max(bounds)
     divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(plan.sizes, dtype=float)
     divisor = divisor * plan.rates if query.kind in SAMPLED else divisor
     weight = plan.weights / divisor

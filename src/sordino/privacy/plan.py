@@ -279,8 +279,11 @@ def unbounded_sampling(plan: Plan) -> str:
     # At client level sizes are private, and must not decide what is refused.
     if plan.sampling.kind == FULL or (plan.privacy.unit.sizes_public and not (plan.rates < 1).any()):
         return ""
-    if any(q.bound is not None for q in queries):
+    lemmas = [q.bound for q in queries if q.bound is not None]
+    if not all(lemma.sampled for lemma in lemmas):
         return f"the bound of {plan.method.name} is proved only for all records of a client; use batch = full."
+    if lemmas and plan.sampling.kind != "poisson":
+        return f"the bound of {plan.method.name} is proved for Poisson minibatches; use batch = poisson:B, or full."
     if any(_spans_rounds(q) for q in queries) and not _streams_apart(plan):
         return (
             f"the correlated noise of {plan.method.name} is proved for minibatches only where each of a client's "
@@ -291,7 +294,7 @@ def unbounded_sampling(plan: Plan) -> str:
         return (
             f"{plan.sampling}: {plan.method.name} asks two kinds of questions about minibatches. Use batch = poisson."
         )
-    noised = any(q.kind in SAMPLED and q.noise is not None for q in queries)
+    noised = any(q.sampled and q.noise is not None for q in queries)
     if noised and plan.privacy.person_clients > 1:
         return (
             f"{plan.sampling} with person_clients = {plan.privacy.person_clients}: there is no account of a person "

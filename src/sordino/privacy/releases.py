@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, Adjacency, Kind, Query
+from sordino.core import Adjacency, Kind, Query
 from sordino.privacy.accounting import events
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.samplers import Sampler
@@ -165,7 +165,7 @@ def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     """The rate at which a unit takes part in one release of the query, per client; 1 where sampling hides nothing."""
     if unbounded_sampling(plan):
         return np.ones(plan.clients)
-    if query.kind in SAMPLED and plan.privacy.unit.sizes_public:
+    if query.sampled and plan.privacy.unit.sizes_public:
         if plan.only_sums_visible:  # `calibration` compares the clients, and needs no few rates
             return plan.rates
         # Under allocation a rate decides where epochs end: it must be that of some whole number of minibatches.
