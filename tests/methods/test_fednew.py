@@ -238,7 +238,7 @@ def test_for_least_squares_the_covariance_is_the_hessian(unit, bias):
     assert not torch.allclose(a, b), "elsewhere it is not"
 
 
-@pytest.mark.parametrize("participation", ["full", "cyclic:2", "fixed:3"])
+@pytest.mark.parametrize("participation", tiers(["fixed:3", "full", "cyclic:2"], 1))
 def test_the_optimum_is_reached_whoever_comes(participation):
     """Least squares without noise, clients that disagree: duals undo the disagreement."""
     records = federation(SQUARES, (12,) * 4)

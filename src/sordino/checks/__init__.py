@@ -27,8 +27,10 @@ from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, repl
 from sordino.checks.fixtures import claims
 from sordino.checks.language import clips_every_token, small_language
 from sordino.checks.mutants import (
+    MUTANT_RATE,
     MUTANTS,
     OF_CLIPPINGS,
+    OF_MINIBATCHES,
     blended_stages,
     breaks,
     concerns,
@@ -54,6 +56,7 @@ from sordino.models.linear import Linear, Loss
 from sordino.models.lora import adapt
 from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
+from sordino.privacy.participation import FULL
 
 
 class Report(NamedTuple):
@@ -83,6 +86,7 @@ class Report(NamedTuple):
     problems: list[str]
 
 
+MINIBATCHES = f"poisson:{MUTANT_RATE:g}"  # for which bounds about minibatches are checked
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
@@ -132,7 +136,8 @@ def check(
     return [
         report
         for subject in (subjects(name) if method is None else [method])
-        for report in _checked(name, subject, models or models_of(subject), trials, seed)
+        for checked in (_checked, _with_minibatches)
+        for report in checked(name, subject, models or models_of(subject), trials, seed)
     ]
 
 
@@ -159,6 +164,24 @@ def _checked(name: str, method: Method, models: Sequence[Any], trials: int, seed
         return _reports(name, method, models, trials, seed)
     (law,), (model, *_) = laws, models
     return _rejecting(OF_CLIPPINGS[law], f"{name} {law}", method, model, trials, seed)
+
+
+def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
+    """The reports of a method whose lemma also speaks of minibatches, on one model; none for other methods.
+
+    The search compares a sample with the same one without a record. Under replace-one the account compares both records
+    with none, and claims twice as much. The mutant takes all records for the expected number of those drawn.
+    """
+    lemmas = [query.bound for stage in method.stages for query in stage.queries if query.bound is not None]
+    if not lemmas or not all(lemma.sampled for lemma in lemmas):
+        return
+    difference = engines(method, models[0], seed=seed, sampling=MINIBATCHES)
+    differ = f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"
+    adjacency = Adjacency.ADD_REMOVE
+    for worst, missed in _searched(method, models[:1], adjacency, trials, seed, MINIBATCHES):
+        problems = [*([] if difference <= TOLERANCE else [differ]), *worst.problems, *missed]
+        numbers = (worst.claimed, worst.worst, difference)
+        yield Report(f"{name} {MINIBATCHES}", method.unit, adjacency, worst.query, *numbers, not problems, problems)
 
 
 def check_model(
@@ -515,10 +538,10 @@ def _rejecting(
 
 
 def _searched(
-    method: Method, models: Sequence[Any], adjacency: Adjacency, trials: int, seed: int
+    method: Method, models: Sequence[Any], adjacency: Adjacency, trials: int, seed: int, sampling: str = FULL
 ) -> Iterator[tuple[Found, list[str]]]:
     """For each query: the worst case over all models, and a problem for each mutant that passes on that model."""
-    search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed)
+    search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed, sampling=sampling)
     by_model = [search(method, model) for model in models]
     for again in range(1, MAX_SEARCHES):  # with another seed, if no search came near enough
         if all(max(worst.reached for worst in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
@@ -527,7 +550,8 @@ def _searched(
     worst = [max(enumerate(results), key=lambda result: result[1].reached) for results in zip(*by_model, strict=True)]
     missed: list[list[str]] = [[] for _ in worst]
     blended = blended_stages(method, models[0], seed=seed)
-    for mutant in (mutant for mutant in MUTANTS["sensitivity"] if breaks(mutant, method)):
+    mutants = MUTANTS["sensitivity"] if sampling == FULL else OF_MINIBATCHES
+    for mutant in (mutant for mutant in mutants if breaks(mutant, method)):
         changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query, blended)]
         for best in {worst[k][0] for k in changed}:
             here = [k for k in changed if worst[k][0] == best]

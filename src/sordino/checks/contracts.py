@@ -20,6 +20,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence.ledger import Ledger
 from sordino.privacy.mechanisms.random import Seeded
+from sordino.privacy.participation import FULL
 
 TOLERANCE = 1e-9  # between engines, relative to max(1, |theta|)
 
@@ -191,7 +192,9 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems[:1]
 
 
-def engines(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None) -> float:
+def engines(
+    method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None, sampling: str = FULL
+) -> float:
     """The largest difference between the models of the two engines with the same noise.
 
     Args:
@@ -199,14 +202,17 @@ def engines(method: Method, model: core.Model, *, seed: int = 0, refusals: list[
       model: the model on which it runs.
       seed: seed of records and noise.
       refusals: receives why an engine refused the method; the difference is then infinite.
+      sampling: the minibatches of the plans.
 
     Returns:
       The difference relative to max(1, |theta|); at most `TOLERANCE` if the contract holds.
     """
-    return max(0.0, *gaps(method, model, seed=seed, refusals=refusals))
+    return max(0.0, *gaps(method, model, seed=seed, refusals=refusals, sampling=sampling))
 
 
-def gaps(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None) -> Iterator[float]:
+def gaps(
+    method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None, sampling: str = FULL
+) -> Iterator[float]:
     """The difference between the engines after every round, for several plans."""
     records = Space.of(model).records(np.random.default_rng(seed), method.unit)
     every_message, only_sums = Trust.UNTRUSTED_SERVER, Trust.SECURE_AGGREGATION
@@ -216,7 +222,7 @@ def gaps(method: Method, model: core.Model, *, seed: int = 0, refusals: list[str
         ("poisson:0.6", Divisor.CLIENT_MEAN, only_sums),
         ("cyclic:2", Divisor.POOLED, only_sums),
     ):
-        plan = short_plan(method, participation=participation, divisor=divisor, trust=trust)
+        plan = short_plan(method, participation=participation, divisor=divisor, trust=trust, sampling=sampling)
         slow = reference.run(plan, model, records, Seeded(seed))
         fast = simulate.run(plan, model, records, Seeded(seed), shares=True)
         try:

@@ -16,7 +16,7 @@ from sordino.core import Adjacency, Divisor, Method, Tree, Trust, Unit
 from sordino.data.records import LOSSES_OF_NUMBERS, Records
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.laws import mechanism_of
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import FULL, Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves
 
@@ -93,6 +93,7 @@ def short_plan(
     participation: str = "full",
     divisor: Divisor = Divisor.POOLED,
     trust: Trust = Trust.UNTRUSTED_SERVER,
+    sampling: str = FULL,
 ) -> Plan:
     """A plan of three rounds, or of fewer if the noise law of a query serves fewer."""
     free = int(min(3, most_rounds(method)))
@@ -104,7 +105,10 @@ def short_plan(
         trust=trust,
         person_records=PERSON_RECORDS,
     )
-    return Plan(method, rounds, CLIENT_SIZES, privacy, Participation.parse(participation), divisor, uncertified=True)
+    who = Participation.parse(participation)
+    return Plan(
+        method, rounds, CLIENT_SIZES, privacy, who, divisor, uncertified=True, sampling=Sampling.parse(sampling)
+    )
 
 
 def most_rounds(method: Method) -> float:

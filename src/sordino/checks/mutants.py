@@ -31,6 +31,7 @@ SUMS = (
     "tally_sum",
 )
 UNCLIPPED = 1e12
+MUTANT_RATE = 0.5  # of the minibatches for which `bounded_by_all_records` is wrong
 ClippedSum = Callable[[Shard, float], Tensor]  # (shard, clip) -> sum over its records
 
 
@@ -43,6 +44,18 @@ def half_claimed(method: Method, model: Any) -> tuple[Method, Any]:
         )
 
     return _every(method, lambda stage: stage._replace(queries=tuple(map(half, stage.queries)))), model
+
+
+def bounded_by_all_records(method: Method, model: Any) -> tuple[Method, Any]:
+    """A bound about minibatches takes the number of all records for the expected number of those drawn."""
+
+    def wrong(query: Query) -> Query:
+        lemma = query.bound
+        if lemma is None or not lemma.sampled:
+            return query
+        return replace(query, bound=replace(lemma, bound=lambda b, adjacency: lemma.bound(b / MUTANT_RATE, adjacency)))
+
+    return _every(method, lambda stage: stage._replace(queries=tuple(map(wrong, stage.queries)))), model
 
 
 def some_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
@@ -322,6 +335,7 @@ OF_CLIPPINGS: dict[str, Callable[[Method, Any], tuple[Method, Any]]] = {
     "per-layer": clips_every_layer_to_the_clip,
     "automatic": normalises_by_the_last_layer,
 }
+OF_MINIBATCHES = (bounded_by_all_records,)
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
 SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from sordino import core
 from sordino.checks.fixtures import CLIENT_SIZES, Space, Through, bits, rows_per_unit, same, short_plan
-from sordino.core import Adjacency, Broadcast, Kind, Method, Shard, Tree, Unit, nothing
+from sordino.core import Adjacency, Broadcast, Kind, Method, Query, Shard, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.engines import reference
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.models.arithmetic import exact_arithmetic
 from sordino.models.linear import Linear
-from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.privacy.mechanisms.random import Address, Noiseless, Seeded
+from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
 from sordino.tree import leaves, tree_map
 
@@ -83,6 +84,7 @@ def sensitivity(
     seed: int = 0,
     further: bool = False,
     rejects: Collection[int] | None = None,
+    sampling: str = FULL,
 ) -> list[Found]:
     """Search for neighbours that move a release, before noise, further than its query claims.
 
@@ -100,6 +102,8 @@ def sensitivity(
       further: another search, with more steps, other thetas and neighbours that differ in a label alone.
       rejects: numbers of noised queries that a mutant breaks. Only these are searched, each until it moves further
         than claimed. None searches all of them to the end.
+      sampling: the minibatches that claims are about. Those of the search hold all records: a sample that holds fewer
+        is that of a client with fewer.
 
     Returns:
       The worst case of each noised query.
@@ -107,10 +111,14 @@ def sensitivity(
     with exact_arithmetic(), torch.inference_mode(without_autograd(model)):  # held once for all sums
         search = Search(method.unit, adjacency, model, Space.of(model), np.random.default_rng(seed), further)
         sizes = OTHER_SIZES if further else SIZES
+        claims = [
+            partial(Query.sensitivity, adjacency=adjacency, unit=method.unit, records=m, rate=float(rate))
+            for m, rate in zip(CLIENT_SIZES, Sampling.parse(sampling).rates(np.array(CLIENT_SIZES, float)), strict=True)
+        ]
         known: list[tuple[int, Callable[[], Scene]]] = []
         for epsilon in (8.0, 0.05):  # little noise; then so much that model and memory take extreme values
             records = search.space.records(search.rng, method.unit)
-            known += scenes(short_plan(method, adjacency, epsilon=epsilon), model, records, seed)
+            known += scenes(short_plan(method, adjacency, epsilon=epsilon, sampling=sampling), model, records, seed)
         results: list[Found] = []
         for s, stage in enumerate(method.stages):
             pasts = [scene for in_stage, scene in known if in_stage == s]
@@ -118,12 +126,10 @@ def sensitivity(
                 if query.noise is None:
                     continue
                 patience = steps * (MORE_STEPS if query.bound is not None or further else 1)
-                worst = Found(
-                    f"{s}.{number} {query.kind}", query.sensitivity(adjacency, method.unit, CLIENT_SIZES[0]), 0.0, ""
-                )
+                worst = Found(f"{s}.{number} {query.kind}", claims[0](query), 0.0, "")
                 for trial in range(trials if rejects is None or len(results) in rejects else 0):
                     client = trial % len(CLIENT_SIZES)
-                    claimed = query.sensitivity(adjacency, method.unit, CLIENT_SIZES[client])
+                    claimed = claims[client](query)
                     scene = pasts[search.rng.integers(len(pasts))]()
                     size = sizes[trial % len(sizes)]
                     if size is not None:
@@ -359,6 +365,14 @@ class Search(NamedTuple):
         return pair
 
 
+class DrawsAll(Noiseless):
+    """A source without noise; minibatches hold all records."""
+
+    def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
+        """Of the smallest cell, for every record."""
+        return np.full(shape, 2.0**-53)
+
+
 def _release(
     model: core.Model,
     scene: Scene,
@@ -377,7 +391,7 @@ def _release(
         if noise is not None
         else scene.round_plan._replace(stds=[0 * std for std in scene.round_plan.stds])
     )
-    source = noise or Noiseless()
+    source = noise or DrawsAll()
     ask = reference.oracle(model, records, round_plan, i, source)
     numbers = {str(query.kind): k for k, query in enumerate(round_plan.stage.queries) if query.noise is not None}
     sums: dict[Call, Tensor] = {}

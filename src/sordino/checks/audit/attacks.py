@@ -466,6 +466,8 @@ def unattacked(method: Method, sampling: Sampling) -> str:
     if method.unit is Unit.CLIENT:
         return "at client level nothing is claimed for minibatches; use batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
+    if any(query.bound is not None and query.bound.sampled for query in noised):
+        return "the attack on minibatches knows sums of clipped gradients, and this bound is a lemma; use batch = full"
     if not any(query.kind is Kind.GRADIENT for query in noised):
         return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
     if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
