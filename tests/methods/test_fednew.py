@@ -1,5 +1,6 @@
 """FedNew and its private forms: the passes against dense algebra, the lemma by brute force, and what is refused."""
 
+import itertools
 import math
 
 import numpy as np
@@ -19,7 +20,7 @@ from sordino.methods.admm import DualMemory, shift
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.participation import Participation
+from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from tests.support import plan_for, tiers
 
@@ -389,6 +390,58 @@ def test_the_search_catches_it(adjacency):
     for solver in ("direct", "cg"):
         (found,) = sensitivity(build("dp-fednew", solver=solver, **options), model, adjacency, trials=2, steps=4)
         assert not found.beyond
+
+
+class Draws(Noiseless):
+    """Of the first records, those that are named."""
+
+    def __init__(self, drawn):
+        super().__init__()
+        self.drawn = np.array(drawn)
+
+    def uniform(self, at, shape):
+        return np.where(self.drawn, 2.0**-53, 1 - 2.0**-53) if shape == self.drawn.shape else super().uniform(at, shape)
+
+
+def over_samples(plan, x, y, past):
+    """The probability of each minibatch of client 0, and its direction; `past` is what the right side adds to g."""
+    records = Records.of(np.array(x)[:, None], np.array(y), np.zeros(len(x), int), dtype=torch.float64)
+    model, rate, zero = Linear(1, 1, Loss.SQUARES, bias=False), float(plan.rates[0]), torch.zeros(1).double()
+    this_round = next(round_plans(plan, model))
+    this_round = this_round._replace(stds=[0 * std for std in this_round.stds])
+    compute, memory = this_round.stage.local.compute, DualMemory(zero - past, zero)
+    for drawn in itertools.product([False, True], repeat=len(x)):
+        ask = reference.oracle(model, records, this_round, 0, Draws(drawn))
+        direction = ask.finish(compute(ask, Broadcast(zero, zero), memory, ()))
+        yield math.prod(rate if each else 1 - rate for each in drawn), float(direction)
+
+
+@pytest.mark.parametrize("adjacency", [ADD, SWAP])
+def test_minibatches_of_the_shipped_code_keep_delta(adjacency):
+    """Every sample of four records, exactly; with the noise of a bound about all four, delta is exceeded."""
+    privacy, options = Privacy(1.0, 1e-2, adjacency=adjacency), {"curvature_clip": 0.1, "alpha": 0.5, "rho": 0.5}
+    plan = Plan(build("dp-fednew", **options), 1, (4,), privacy, sampling=Sampling.parse("poisson:1"))
+    (level,) = calibration.query_noises(plan)
+    bound, past = level.query.bound, 2.0 if adjacency is ADD else 1.0
+    other = (
+        (0.0, 0.0) if adjacency is ADD else (1e-2, -1e8)
+    )  # the first record shortens the direction, this one does not
+    pairs = [
+        [list(over_samples(plan, [x, *others], [y, 1e6, 1e6, 1e6], past)) for x, y in ((1e3, 1e6), other)]
+        for others in ([0.0] * 3, [1e3, -1e3, 1e3])
+    ]
+
+    def delta(std):
+        grid = np.linspace(-5 - 9 * std, 5 + 9 * std, 20_001)
+        laws = [
+            [sum(w * np.exp(-(((grid - mean) / std) ** 2) / 2) for w, mean in law) for law in pair] for pair in pairs
+        ]
+        area = (grid[1] - grid[0]) / (std * math.sqrt(2 * math.pi))
+        return max(np.clip(a - math.e * b, 0, None).sum() * area for p, q in laws for a, b in ((p, q), (q, p)))
+
+    std = float(level.std[0])
+    assert 0.3e-2 < delta(std) <= 1e-2
+    assert delta(std * bound.bound(4, ADD) / bound.bound(1, ADD)) > 1.5e-2
 
 
 def test_no_direction_is_longer_than_its_limit_allows():
