@@ -545,6 +545,9 @@ def test_fisher_of_the_last_layer(name):
     torch.testing.assert_close(have[0], flat.fisher_sum(theta, Shard(x.flatten(1), y, ones), 0.1))
     torch.testing.assert_close(have[1], flat.fisher_sum(2 * theta, Shard(x.flatten(1), y, ones), 0.1))
     assert not torch.allclose(have[0], have[1], rtol=1e-3)
+    whole = TorchModel(net, shape=shape)  # one pass for both groups, with one theta or two
+    torch.testing.assert_close(whole.fisher_sum(torch.stack([theta, 2 * theta]), both, 0.1), have)
+    torch.testing.assert_close(whole.fisher_sum(theta, both, 0.1), have[:1].expand(2, -1, -1))
 
 
 def test_the_fisher_sum_is_bounded():
@@ -566,8 +569,9 @@ def test_what_has_no_fisher_sum():
         nn.Sequential(nn.Linear(6, 3), nn.Flatten(1), nn.Unflatten(1, (3, 1)), nn.Linear(1, 1), nn.Flatten())
     )
     for flat, word in ((normed, "must belong to a linear layer"), (spread, "once")):
-        with pytest.raises(SordinoError, match=word):
-            flat.fisher_sum(flat.init(), Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
+        for theta in (flat.init(), torch.stack([flat.init()] * 2)):
+            with pytest.raises(SordinoError, match=word):
+                flat.fisher_sum(theta, Shard(torch.zeros(1, 6), torch.zeros(1).long(), torch.ones(1)), 1.0)
 
 
 def test_newtons_step_on_the_head_runs():

@@ -308,18 +308,26 @@ class TorchModel:
         x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         lead, theta, x, y, mask, _ = _spread(theta, x, y, mask, None)
         last, most = self._last(), self._rows(theta, "tape")
-        size = sum(math.prod(self.shapes[k]) for k in range(-last, 0))
-        total = torch.zeros(len(x), size, size, dtype=torch.float64, device=theta.device)
+        groups, n, size = len(x), x.shape[1], sum(math.prod(self.shapes[k]) for k in range(-last, 0))
+        total = torch.zeros(groups, size, size, dtype=torch.float64, device=theta.device)
+        apart = len(theta) > 1
+        small = apart and n <= self.vmap_records  # as in `clipped_sum`, one pass serves many thetas
+        together = max(1, most // max(1, n)) if small or not apart else 1
 
-        def add(k: int, into: Callable[[], Tensor], j: slice) -> None:
-            g = self._by_last(theta[k if len(theta) > 1 else 0], x[k, j], y[k, j])
-            factor, fine = _factors(measure(g).unsqueeze(0), math.sqrt(clip) * (1 - SAFETY), mask[k, j].sqrt())
-            g = (torch.where(fine.unsqueeze(1), g, 0.0) * factor[0].unsqueeze(1)).double()
+        def add(k: slice, into: Callable[[], Tensor], j: slice) -> None:
+            at, rows, labels = theta[k] if apart else theta, x[k, j], y[k, j]
+            if small:
+                g = self._by_last_of_each(at, rows, labels)
+            else:
+                g = self._by_last(at[0], rows.flatten(0, 1), labels.flatten()).view(*labels.shape, -1)
+            squares = measure(g.flatten(0, 1)).view(1, *g.shape[:-1])
+            factor, fine = _factors(squares, math.sqrt(clip) * (1 - SAFETY), mask[k, j].sqrt())
+            g = (torch.where(fine.unsqueeze(-1), g, 0.0) * factor[0].unsqueeze(-1)).double()
             into().add_(g.mT @ g)
 
         with exact_arithmetic(theta.device):
-            for k in range(len(x)):
-                in_chunks(partial(total.select, 0, k), x.shape[1], most, partial(add, k))
+            for k in parts(groups, together):
+                in_chunks(partial(total.__getitem__, k), n, most, partial(add, k))
         return total.reshape(*lead, size, size)
 
     # --------------------------------------------------------------------------------------------------- internals
@@ -625,11 +633,49 @@ class TorchModel:
                 loss = self.objective.total(here.module(self.shaped(x)), y)
         finally:
             handle.remove()
-        if len(passes) != 1 or passes[0][1].dim() != 2 or len(passes[0][1]) != len(x):
-            raise SordinoError("module: its last linear layer must read each record exactly once to have a Fisher sum.")
+        _check_once([out for _, out in passes], len(x))
         a, r = passes[0][0].to(theta.dtype), torch.autograd.grad(loss, passes[0][1])[0].to(theta.dtype)
-        weight = (r.unsqueeze(2) * a.unsqueeze(1)).flatten(1)
-        return torch.cat([weight, r], 1) if "bias" in names else weight
+        return _outer(r, a, "bias" in names)
+
+    def _by_last_of_each(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        """As `_by_last`, of groups with thetas of their own, by `torch.func`: groups x examples x parameters."""
+        here = self._on(theta, training=self._train)
+        part, names = next(pair for pair in here.owned if list(self.trained)[-1] in pair[1].values())
+
+        def loss(shift: Tensor, params: dict[str, Tensor], x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            passes: list[tuple[Tensor, Tensor]] = []
+
+            def hook(part: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> Tensor:
+                passes.append((args[0], out))
+                return out + shift
+
+            handle = part.register_forward_hook(hook)
+            try:
+                with self.cast(theta), sdpa_kernel(SDPBackend.MATH):
+                    total = self.objective.total(
+                        functional_call(here.module, params, (self.shaped(x),)), y.unsqueeze(0)
+                    )
+            finally:
+                handle.remove()
+            _check_once([out for _, out in passes], 1)
+            return total, passes[0][0][0]
+
+        each = vmap(grad(loss, has_aux=True), (None, None, 0, 0), randomness="different")
+        shift = theta.new_zeros(self.trained[names["weight"]].shape[0])
+        r, a = vmap(each, (None, 0, 0, 0), randomness="different")(shift, self.split(theta), x, y)
+        return _outer(r.to(theta.dtype), a.to(theta.dtype), "bias" in names)
+
+
+def _check_once(outputs: list[Tensor], records: int) -> None:
+    """Refuse a last layer that does not return one row per record, in one call."""
+    if len(outputs) != 1 or outputs[0].dim() != 2 or len(outputs[0]) != records:
+        raise SordinoError("module: its last linear layer must read each record exactly once to have a Fisher sum.")
+
+
+def _outer(r: Tensor, a: Tensor, bias: bool) -> Tensor:
+    """The gradients of a linear layer with inputs a and gradients r of its outputs, weight before bias."""
+    weight = (r.unsqueeze(-1) * a.unsqueeze(-2)).flatten(-2)
+    return torch.cat([weight, r], -1) if bias else weight
 
 
 def _chunk_bytes(device: torch.device) -> int:
