@@ -10,6 +10,7 @@ from torch.func import grad, jacrev, vmap
 
 from sordino import checks
 from sordino.checks import sensitivity, small_network
+from sordino.checks.mutants import leaves_the_fisher_matrix_unclipped, network_form
 from sordino.core import SAFETY, Adjacency, Broadcast, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
@@ -137,10 +138,23 @@ def test_the_fisher_matrix_of_the_last_layer_stands_for_the_hessian(model):
 @pytest.mark.parametrize(("unit", "duals"), tiers([(Unit.RECORD, False), (Unit.RECORD, True), (Unit.CLIENT, True)], 1))
 def test_networks_keep_the_contracts_of_directions(unit, duals):
     method = build("dp-fednew", unit, curvature="fisher", duals=duals)
-    reports = checks.check("dp-fednew", trials=checks.LEAST_TRIALS, method=method, models=(small_network(),))
-    assert {report.adjacency for report in reports} == set(Adjacency)
+    reports = checks.check("dp-fednew", trials=checks.LEAST_TRIALS, method=method)
+    assert [report.adjacency for report in reports if report.name == "dp-fednew fisher"] == list(Adjacency)
     for report in reports:
         assert report.passed, report.problems
+
+
+@pytest.mark.parametrize("adjacency", tiers(Adjacency, 1))
+def test_a_fisher_matrix_that_is_not_clipped_is_rejected(adjacency):
+    method = build("dp-fednew", curvature="fisher")
+    (found,) = sensitivity(*leaves_the_fisher_matrix_unclipped(method, small_network()), adjacency, rejects=[0])
+    assert found.beyond
+    assert network_form(method) == ("fisher", leaves_the_fisher_matrix_unclipped), "so each check of it looks for this"
+
+
+def test_a_check_of_dp_fednew_covers_networks():
+    forms = {(method.unit, network_form(method)[0]) for method in checks.subjects("dp-fednew")}
+    assert forms == {(unit, "") for unit in Unit} | {(Unit.RECORD, "fisher"), (Unit.CLIENT, "fisher")}
 
 
 @pytest.mark.parametrize("name", ["fednew", "dp-fednew"])

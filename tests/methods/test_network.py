@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sordino import checks
-from sordino.checks import small_network
+from sordino.checks import mutants, small_network
 from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
@@ -103,10 +103,30 @@ def test_a_run_chooses_the_number_of_minibatches(keys, expected):
     assert resolved.options["minibatches"] == expected
 
 
-def test_a_check_of_auto_covers_networks():
-    laws = {(method.unit, method.stages[0].queries[0].clipping.law) for method in checks.subjects("auto")}
-    assert laws == {(unit, "flat") for unit in Unit} | {(unit, "automatic") for unit in (Unit.RECORD, Unit.PERSON)}
+def test_a_check_of_auto_covers_networks_with_one_minibatch_per_round_and_with_two():
+    forms = [(method.unit, mutants.network_form(method)[0]) for method in checks.subjects("auto")]
+    assert forms[: len(Unit)] == [(unit, "") for unit in Unit]
+    assert forms[len(Unit) :] == [
+        (unit, form) for form in ("automatic", "automatic, 2 minibatches") for unit in (Unit.RECORD, Unit.PERSON)
+    ]
     assert [method.unit for method in checks.subjects("dp-fedadamw")] == [Unit.RECORD, Unit.PERSON]
+
+
+@pytest.mark.parametrize(
+    ("mutant", "refusal"),
+    [
+        (mutants.declares_a_call_less, "declares 2 calls per round and was asked once more"),
+        (mutants.asks_one_minibatch_again, "a minibatch was asked about more often than joint=1"),
+    ],
+)
+def test_minibatches_that_are_not_paid_for_are_rejected(mutant, refusal):
+    method = build("auto", network=True, minibatches=3)
+    assert checks.asks(method, small_network()) == []
+    problems = checks.asks(*mutant(method, small_network()))
+    assert len(problems) == 2, "both engines refuse"
+    for problem in problems:
+        assert refusal in problem
+    assert not mutants.breaks(mutant, build("auto", network=True)), "one gradient per round cannot be wrong so"
 
 
 def test_client_level_is_refused():

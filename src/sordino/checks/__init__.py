@@ -34,6 +34,7 @@ from sordino.checks.mutants import (
     blended_stages,
     breaks,
     concerns,
+    network_form,
     refactors_by_records,
     sends_the_frozen_factor,
     weighed_records,
@@ -43,7 +44,7 @@ from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
 from sordino.checks.streams import MECHANISMS, missed_mutants, streams
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
-from sordino.core import FLAT_CLIPPING, Adjacency, Clipping, Kind, Method, Unit
+from sordino.core import Adjacency, Clipping, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import REGISTRY, entry
 from sordino.methods.adapters import with_adapters
@@ -99,6 +100,12 @@ ADAPTERS = "adapters"  # as reports and `sordino check` name the variants of low
 CHECKED_VARIANTS = ("freeze-a", "alternating", "fedsvd")
 WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
 CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
+# Options that make another method of one, for networks, and the units for which that is proved.
+NETWORK_OPTIONS: tuple[tuple[dict[str, Any], tuple[Unit, ...]], ...] = (
+    ({"network": True}, (Unit.RECORD, Unit.PERSON)),
+    ({"network": True, "minibatches": 2}, (Unit.RECORD, Unit.PERSON)),
+    ({"curvature": "fisher"}, (Unit.RECORD, Unit.CLIENT)),
+)
 MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
 # A claim must hold on every model; the search must come near it on at least one.
 MUTANT_TRIALS = 4  # restarts of the search for a mutant, over those for the method
@@ -137,7 +144,9 @@ def check(
         report
         for subject in (subjects(name) if method is None else [method])
         for checked in (_checked, _with_minibatches)
-        for report in checked(name, subject, models or models_of(subject), trials, seed)
+        for report in checked(
+            f"{name} {network_form(subject)[0]}".rstrip(), subject, models or models_of(subject), trials, seed
+        )
     ]
 
 
@@ -145,25 +154,30 @@ def subjects(name: str) -> list[Method]:
     """A registered method for each of its units, and for networks where that is another method."""
     # Use the factory: `build` removes all claims from an external method that was not checked yet.
     known = entry(name)
-    networks = [unit for unit in known.protects if unit is not Unit.CLIENT] if "network" in known.options else []
-    return [known.at(unit) for unit in known.protects] + [known.at(unit, network=True) for unit in networks]
+    networks = [
+        known.at(unit, **options)
+        for options, units in NETWORK_OPTIONS
+        if options.keys() <= known.options.keys()
+        for unit in known.protects
+        if unit in units
+    ]
+    return [known.at(unit) for unit in known.protects] + networks
 
 
 def models_of(method: Method) -> Sequence[core.Model]:
     """Small models that a method can train."""
-    queries = [query for stage in method.stages for query in stage.queries]
-    if any(query.clipping != FLAT_CLIPPING for query in queries):
+    if network_form(method)[0]:
         return (small_network(),)
+    queries = [query for stage in method.stages for query in stage.queries]
     return CHECKED_TREES if any(query.kind is Kind.LEAVES for query in queries) else CHECKED_MODELS
 
 
 def _checked(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
-    """The reports of a method; if it normalises gradients itself, also against the mutant of its law of clipping."""
-    laws = {query.clipping.law for stage in method.stages for query in stage.queries} & OF_CLIPPINGS.keys()
-    if not laws:
+    """The reports of a method; of one for networks, also against the mutant that it has because of that."""
+    mutant = network_form(method)[1]
+    if mutant is None:
         return _reports(name, method, models, trials, seed)
-    (law,), (model, *_) = laws, models
-    return _rejecting(OF_CLIPPINGS[law], f"{name} {law}", method, model, trials, seed)
+    return _rejecting(mutant, name, method, models[0], trials, seed)
 
 
 def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:

@@ -135,6 +135,15 @@ def normalises_by_the_last_layer(method: Method, model: Any) -> tuple[Method, An
     return method, Through(model, ("clipped_sum",), total)
 
 
+def leaves_the_fisher_matrix_unclipped(method: Method, model: Any) -> tuple[Method, Any]:
+    """The gradients of the last layer, whose products make the Fisher matrix, are as long as they are."""
+
+    def total(name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        return inner(theta, shard, UNCLIPPED)
+
+    return method, Through(model, ("fisher_sum",), total)
+
+
 def sends_the_frozen_factor(method: Method, model: Any) -> tuple[Method, Any]:
     """Where a part of theta is trained, the whole gradient is sent; only the norm of the part is within the clip."""
 
@@ -228,6 +237,40 @@ def weighted_by_a_feature(method: Method, model: Any) -> tuple[Method, Any]:
 def asks_once_more(method: Method, model: Any) -> tuple[Method, Any]:
     """Every stage asks each of its queries once more than declared."""
     return _every(method, greedy), model
+
+
+def declares_a_call_less(method: Method, model: Any) -> tuple[Method, Any]:
+    """Every noised query that is asked several times per round declares, and pays for, one call less."""
+
+    def less(query: Query) -> Query:
+        return replace(query, calls=query.calls - 1) if repeats(query) else query
+
+    return _every(method, lambda stage: stage._replace(queries=tuple(map(less, stage.queries)))), model
+
+
+def asks_one_minibatch_again(method: Method, model: Any) -> tuple[Method, Any]:
+    """All gradients of a round are those of its first minibatch, though each is paid for as one of its own."""
+
+    def change(stage: Stage) -> Stage:
+        def compute(ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+            first: list[core.Batch] = []
+
+            def again(name: str, inner: Callable[..., Tensor], theta: Tensor, *args: Any, **how: Any) -> Tensor:
+                first[:] = first or [ask.sample()]
+                how.pop("on", None)
+                return inner(theta, first[0], *args[1:], **how)
+
+            message: Tree = stage.local.compute(Through(ask, ("gradient",), again), broadcast, memory, cache)
+            return message
+
+        return stage._replace(local=stage.local._replace(compute=compute))
+
+    return _every(method, change), model
+
+
+def repeats(query: Query) -> bool:
+    """Whether a round asks for several noised gradients, each of a minibatch of its own."""
+    return query.kind is Kind.GRADIENT and query.noise is not None and query.calls > query.joint == 1
 
 
 def adds_hidden_randomness(method: Method, model: Any) -> tuple[Method, Any]:
@@ -325,7 +368,7 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
         clips_each_gradient,
     ),
     "apart": (clips_all_shorter_if_one_is_long,),
-    "asks": (asks_once_more,),
+    "asks": (asks_once_more, declares_a_call_less, asks_one_minibatch_again),
     "replay": (adds_hidden_randomness, stores_unnoised_message),
     "engines": (mixes_clients, scales_by_batch_maximum, counts_axes),
 }
@@ -337,6 +380,7 @@ OF_CLIPPINGS: dict[str, Callable[[Method, Any], tuple[Method, Any]]] = {
 }
 OF_MINIBATCHES = (bounded_by_all_records,)
 OF_TALLIES = (counted_twice, weighted_by_a_feature)
+OF_CALLS = (declares_a_call_less, asks_one_minibatch_again)
 OF_PERSONS = (clips_records_not_persons, allows_a_clip_per_record)
 SHORT = (Kind.TALLY, Kind.CALIBRATION, Kind.SLOPE)  # a record's vector is short before it is clipped
 
@@ -352,6 +396,8 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
         return method.unit is not Unit.CLIENT
     if mutant in OF_PERSONS and method.unit is not Unit.PERSON:
         return False
+    if mutant in OF_CALLS:
+        return any(repeats(query) for stage in method.stages for query in stage.queries)
     if mutant not in MUTANTS["sensitivity"]:
         return True
     queries = [query for stage in method.stages for query in stage.queries]
@@ -360,6 +406,26 @@ def breaks(mutant: Callable[..., Any], method: Method) -> bool:
     if all(query.kind is Kind.TALLY for query in queries):
         return mutant in (half_claimed, clips_records_not_persons)
     return mutant is half_claimed or not any(query.kind is Kind.DELTA and query.bound is None for query in queries)
+
+
+def network_form(method: Method) -> tuple[str, Callable[[Method, Any], tuple[Method, Any]] | None]:
+    """What makes a method one for networks, in words, and the mutant of sensitivity that it has because of that.
+
+    Args:
+      method: the method.
+
+    Returns:
+      The words, empty if the method is checked on other models, and the mutant. At client level a Fisher matrix has
+      none: the finished message is clipped, whatever it was computed from. At person level networks have no such
+      matrix.
+    """
+    for query in (query for stage in method.stages for query in stage.queries):
+        if query.clipping.law in OF_CLIPPINGS:
+            several = f", {query.calls} minibatches" if query.calls > 1 else ""
+            return f"{query.clipping.law}{several}", OF_CLIPPINGS[query.clipping.law]
+        if query.kind is Kind.FISHER and query.noise is None and method.unit is not Unit.PERSON:
+            return str(query.kind), None if method.unit is Unit.CLIENT else leaves_the_fisher_matrix_unclipped
+    return "", None
 
 
 def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
