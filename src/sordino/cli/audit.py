@@ -40,6 +40,11 @@ AUDIT_DTYPES = ("float32", "float64")
 CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
 INTEGERS = "integers"  # discrete noise under secure aggregation
 ADAPTIVE = ("dp-fedgd quantile=0.5", {"quantile": 0.5})  # an adaptive clip, which --all adds
+# Forms for networks that --all adds, at record level: options and minibatches, by method.
+NETWORKS: dict[str, tuple[dict[str, Any], str]] = {
+    "auto": ({"network": True, "minibatches": 5}, "poisson:4"),
+    "dp-fednew": ({"curvature": "fisher"}, "full"),
+}
 
 
 CAPTION = (
@@ -95,7 +100,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--batch",
         metavar="X",
-        help="minibatches: poisson:16, fixed:16, allocation:16 (default: full; --all adds some of dp-fedgd)",
+        help="minibatches: poisson:16, fixed:16, allocation:16 (default: full; --all adds some of dp-fedgd and auto)",
     )
     parser.add_argument(
         "--dtype", default="float32", metavar="X", help="arithmetic of the runs: float32 (default) or float64"
@@ -274,8 +279,11 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
                 attacks.plan_for(name, privacy, rounds=arguments.rounds, method=method, batch=batch)
                 how = rest if arguments.one_run else rest | {"batch": batch}
                 yield partial(call, name, privacy, method=method, **how)
-        if name == SAMPLED and arguments.all and not arguments.one_run and not arguments.batch:
-            yield from _adaptive_jobs(arguments, rest)
+        if arguments.all and not arguments.one_run and not arguments.batch:
+            if name == SAMPLED:
+                yield from _adaptive_jobs(arguments, rest)
+            if name in NETWORKS:
+                yield from _network_jobs(arguments, name, rest)
 
 
 def _tally_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:
@@ -302,6 +310,20 @@ def _adaptive_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Itera
     for privacy, _ in _targets(arguments, SAMPLED):
         if privacy.unit is not Unit.CLIENT:
             yield partial(attacks.audit, label, privacy, method=build(SAMPLED, privacy.unit, **options), **rest)
+
+
+def _network_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of a form for networks, of records and against an untrusted server."""
+    from sordino.checks.audit import attacks
+    from sordino.methods import build
+
+    options, batch = NETWORKS[name]
+    shown = {key: str(value).lower() for key, value in options.items()}
+    label = " ".join([name, *(f"{key}={value}" for key, value in shown.items())])
+    for privacy, _ in _targets(arguments, name):
+        if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
+            method = build(name, privacy.unit, **options)
+            yield partial(attacks.audit, label, privacy, method=method, **rest | {"batch": batch})
 
 
 def _integer_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:

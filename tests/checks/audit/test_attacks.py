@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.checks.audit.attacks import AUDITED_MODEL, attacks, audit, one_run, plan_for, scores
+from sordino.checks.audit.attacks import AUDITED_MODEL, attacks, audit, audited_model, one_run, plan_for, scores
 from sordino.checks.audit.observer import Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
 from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.models.torch_model import TorchModel
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.rules import chain, scale
@@ -190,6 +191,55 @@ def test_minibatches_of_a_fixed_size(adjacency):
     assert 0.5 < honest.lower_account <= honest.certified
     assert not honest.broken
     assert found(0.5).broken
+
+
+@pytest.mark.parametrize("adjacency", tiers(Adjacency, 1))
+def test_of_several_minibatches_of_a_network_too_the_score_is_the_log_likelihood_ratio(adjacency):
+    method = build("auto", network=True, minibatches=2)
+    plan = plan_for("auto", Privacy(4.0, 1e-5, adjacency=adjacency), method=method, batch="poisson:4", rounds=2)
+    attack = next(attacks(plan, audited_model(method)))
+    for factor, fine in ((1.0, True), (0.5, False)):
+        found = [np.exp((1 - 2 * w) * scores(attack, w, 300, itertools.repeat(Seeded(5 + w)), factor)) for w in (0, 1)]
+        excess = [float((f.mean() - 1) / f.std()) * len(f) ** 0.5 for f in found]
+        assert (np.abs(excess).max() < 4) == fine
+    assert len(watched(attack, 1, Seeded(1), 2).streams[0, 0]) == 4, "all gradients of both rounds are seen"
+    information = float(watched(attack, 0, Seeded(1), 8).information().mean())
+    assert information == pytest.approx(spending.mu(plan) ** 2, rel=1e-3), "and each is as long as its clip"
+
+
+@pytest.mark.soak  # long statistics
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_several_minibatches_of_a_network_stay_below_their_certificate(adjacency):
+    method, promise = build("auto", network=True, minibatches=2), Privacy(2.0, 1e-5, adjacency=adjacency)
+
+    def found(factor):
+        return audit("auto", promise, method=method, runs=3000, seed=3, batch="poisson:4", noise_factor=factor)
+
+    honest = found(1.0)
+    assert honest.reach == pytest.approx(1.0, abs=1e-3)
+    assert 1.0 < honest.lower_account <= honest.certified
+    assert found(0.5).broken
+
+
+def test_a_canary_reaches_most_of_the_lemma_of_a_fisher_matrix():
+    method = build("dp-fednew", curvature="fisher")
+    plan = plan_for("dp-fednew", Privacy(1.0, 1e-5, adjacency=Adjacency.ADD_REMOVE), method=method)
+    assert isinstance(audited_model(method), TorchModel)
+    attack = next(a for a in attacks(plan, audited_model(method)) if a.name == "absent / short, company that pushes")
+    reach = float(watched(attack, 1, Seeded(1), 8).information().mean()) ** 0.5 / spending.mu(plan)
+    assert 0.91 < reach < 1
+    body_alone = 1 / (1 + 2.0 * 0.1 / (2 + 0.1 / 16))  # the part of the lemma that a gradient alone can reach
+    assert reach > body_alone + 0.003, "the Fisher matrix moves the direction too"
+
+
+@pytest.mark.soak  # long statistics
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_the_direction_of_a_network_stays_below_its_certificate(adjacency):
+    method, promise = build("dp-fednew", curvature="fisher"), Privacy(1.0, 1e-5, adjacency=adjacency)
+    honest = audit("dp-fednew", promise, runs=10_000, seed=4, method=method)
+    assert 0.9 < honest.reach <= 1
+    assert 0.6 < honest.lower_gaussian <= honest.certified
+    assert audit("dp-fednew", promise, runs=FEW, seed=4, method=method, noise_factor=0.4).broken
 
 
 def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
@@ -405,11 +455,17 @@ def test_all_includes_minibatches_where_they_are_certified():
         ]
 
     found = [job for job in jobs() if job[3] != "full"]
-    assert found == [
+    networks = [
+        ("auto network=true minibatches=5", "record", adjacency, "poisson:4")
+        for adjacency in ("add-remove", "replace-one")
+    ]
+    assert found == networks + [
         ("dp-fedgd", unit, *rest)
         for unit in ("record", "person")
         for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4", "allocation:4"))
     ]
+    fisher = [job for job in jobs() if job[0] == "dp-fednew curvature=fisher"]
+    assert fisher == [(fisher[0][0], "record", adjacency, "full") for adjacency in ("add-remove", "replace-one")]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
     assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}

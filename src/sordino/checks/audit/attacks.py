@@ -27,6 +27,9 @@ This mechanism is not Gaussian, so the attack refutes noise instead of a mu. It 
 above 0. The share of right guesses bounds the noise at which the account of sampling would allow so many right guesses,
 and with it the account's epsilon(delta). Thresholds assume nothing about the mechanism, and are looser at small delta.
 
+Methods for networks are attacked on a small network (`audited_network`) with the same records. Of several minibatches
+per round, the adversary sees every noised gradient, though only their mean is sent.
+
 For some queries (a lemma's, for example) no available canary reaches the bound. Then the attack is weaker than the
 certificate allows. `reach` states how much of the certified mu the canary reaches over all releases together.
 `least_claim` states it for the query whose bound is reached least, with the best canary for each query. They differ if
@@ -39,6 +42,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,12 +54,14 @@ from sordino import core
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.observer import VICTIM, Attack, AttackedRecords, watched
 from sordino.checks.fixtures import most_rounds
+from sordino.checks.mutants import network_form
 from sordino.core import Adjacency, Kind, Method, Privacy, Unit
 from sordino.engines.preconditions import MATRICES
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import events, gaussian
@@ -79,6 +85,8 @@ SUFFICIENT_SHARE = 0.99  # of every claim: then no other canary is tried
 MAX_TRIES = 3  # a lower bound above the certificate is estimated again with fresh noise
 CLIENT_RECORDS = (4, 3, 3)  # the victim is the largest client, because it moves sums most
 LEMMA_SIZES = (100, 100, 100)  # if a lemma bounds a message: with fewer records noise fills its ball
+NETWORK_LEMMA_SIZES = (16,)  # the same for networks: as many as one pass takes of many runs, and the victim alone
+FIRST_LAYER, LAST_LAYER = 100.0, 0.1  # weights: gradients lie in the last layer, which alone has a Fisher matrix
 SAMPLED_RECORDS = 8  # records of the victim if minibatches are drawn at a rate
 RECORDS_IN_MEMORY = 300_000  # of all runs together
 LONG_CANARY, SHORT_CANARY, CANARY_LABEL = 10.0, 0.01, 1e6  # every gradient is far longer than its clip
@@ -91,6 +99,7 @@ AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
 TREES_MODEL = Trees(3, 1, Loss.SQUARES, trees=2, depth=1)  # for methods that ask for sums by leaf
+NETWORK_CHUNK = 2**14  # rows per pass of a small network
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
 
 
@@ -316,6 +325,8 @@ def estimate(
 
 def default_runs(plan: Plan) -> int:
     """Runs per data set, of an audit of this plan."""
+    if plan.sizes == NETWORK_LEMMA_SIZES:  # the canary reaches little more than FAR_REACH, and runs are short
+        return MORE_RUNS * RUNS
     return LEMMA_RUNS if _proved_by_lemma(plan.method) else RUNS
 
 
@@ -449,14 +460,37 @@ def plan_for(
     )
 
 
-def audited_model(method: Method) -> Linear | Hazards | Trees:
+def audited_model(method: Method) -> Linear | Hazards | Trees | TorchModel:
     """The model that a method is attacked on."""
     kinds = {query.kind for stage in method.stages for query in stage.queries}
+    if network_form(method)[0]:
+        return audited_network()
     if _calibrates(method):
         return CLASS_MODEL
     if Kind.LEAVES in kinds:
         return TREES_MODEL
     return SURVIVAL_MODEL if Kind.TALLY in kinds else AUDITED_MODEL
+
+
+@cache
+def audited_network() -> TorchModel:
+    """Two layers without biases, for labels that are numbers. A record of zeros has no gradient.
+
+    The gradient of a record is its residual times a vector that both neighbours know. So a mirrored label mirrors it,
+    and a large label makes it far longer than its clip, whatever the noise makes of the model.
+    """
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 2, bias=False), torch.nn.LeakyReLU(), torch.nn.Linear(2, 1, bias=False)
+    )
+    first, last = module.parameters()
+    with torch.no_grad():
+        first.copy_(FIRST_LAYER * torch.eye(2, 3))
+        last.fill_(LAST_LAYER)
+
+    def squares(z: Tensor, y: Tensor) -> Tensor:
+        return (z[:, 0] - y).square() / 2
+
+    return TorchModel(module, loss=squares, labels="numbers", chunk=NETWORK_CHUNK)
 
 
 def unattacked(method: Method, sampling: Sampling) -> str:
@@ -559,7 +593,7 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         if _proved_by_lemma(plan.method):
             companies = dict(reversed(companies.items()))
     choices = list(itertools.product(companies.items(), pairs))
-    if plan.sampling.kind == "fixed" and model is AUDITED_MODEL:
+    if plan.sampling.kind == "fixed" and (model is AUDITED_MODEL or isinstance(model, TorchModel)):
         opposed = OPPOSED, records["long mirrored"]
         choices.insert(0, (opposed, ("absent" if joins else "long mirrored", "long")))
     for (kind, others), (before, after) in choices:
@@ -647,8 +681,10 @@ def _sizes(method: Method, sampling: Sampling) -> tuple[int, ...]:
     """Records per client. With minibatches of a fixed size, the canary is in every second one on average."""
     if _calibrates(method):
         return DRIVEN_SIZES
+    if sampling.kind == FULL and _proved_by_lemma(method):
+        return NETWORK_LEMMA_SIZES if network_form(method)[0] else LEMMA_SIZES
     if sampling.kind == FULL:
-        return LEMMA_SIZES if _proved_by_lemma(method) else CLIENT_RECORDS
+        return CLIENT_RECORDS
     return (2 * math.ceil(sampling.amount) if sampling.amount >= 1 else SAMPLED_RECORDS,) * 2
 
 
