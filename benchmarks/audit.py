@@ -2,7 +2,7 @@
 
     python benchmarks/audit.py [--seconds 240] [--again]
 
-The rows are those of `sordino audit --all --seed 1`. They take half an hour on one core, so the command works in
+The rows are those of `sordino audit --all --seed 1`. They take 40 minutes on one core, so the command works in
 pieces: it goes on where the last one ended, and stops after so many seconds. `--again` begins anew. `--page` only
 writes the page. results/black_box.json and results/fuzz.json, where they exist, are shown on the page as well.
 """
