@@ -41,6 +41,8 @@ OURS, TUNED = "auto", " (tuned)"
 GRIDS = {"dp-fedadam": (0.003, 0.01, 0.03, 0.1), "dp-fedadamw": (0.001, 0.003, 0.01, 0.03)}
 NAMES = {"mnist": "MNIST, CNN", "sst2": "SST-2, MiniLM with LoRA"}
 UNFIT = ("fednew", "dp-boost")  # without privacy; trees
+FORMS: dict[str, dict[str, Any]] = {"dp-fednew": {"curvature": "fisher"}}  # for networks
+SINGLE = ("dp-disk",)  # refuse bfloat16
 
 
 def prepare(source: str, folder: Path) -> None:
@@ -84,7 +86,9 @@ def jobs(words: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
         for method in (OURS, *sorted(set(REGISTRY) - {OURS, *UNFIT})):
             if words.smoke and method not in (OURS, "dp-fedadam"):
                 continue
-            shared = {**values(data, words), "method": method}
+            shared = {**values(data, words), "method": method, **FORMS.get(method, {})}
+            if method in SINGLE and "dtype" in shared:
+                shared["dtype"] = "float32"
             if why := refusal({**shared, "epsilon": EPSILONS[0]}):
                 print("refused:", why, flush=True)
                 refused.add(method)
@@ -181,7 +185,9 @@ def page(document: dict[str, Any]) -> str:
         f"takes {USUAL_MINIBATCHES} minibatches per round, a method with local steps one per step, others one: they "
         "see different numbers of records. Accuracy in % on the test records: "
         f"mean ± standard deviation of {len(SEEDS)} seeds. The rows *tuned* show the best of four step sizes and "
-        "the default on the test records: no untuned method could know it, and the search was not paid for.",
+        "the default on the test records: no untuned method could know it, and the search was not paid for. "
+        f"{named(FORMS)} has the Fisher matrix of the last layer for its Hessian, and {named(SINGLE)} computes in "
+        "float32 where others take bfloat16.",
     ]
     for data, name in NAMES.items():
         rows = document[data]
