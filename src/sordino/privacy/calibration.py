@@ -40,7 +40,7 @@ from sordino.privacy.releases import (
     sampler_of,
 )
 
-MOST_EPOCH_ACCOUNTS = 64  # where only sums are visible: each takes some milliseconds
+MOST_EPOCH_ACCOUNTS = 56  # where only sums are visible: each takes some milliseconds
 MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one

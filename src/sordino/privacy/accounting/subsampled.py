@@ -872,7 +872,7 @@ def _curve(
         return log_delta(theta) > math.log(delta) if epsilon is None else moments(theta)[1] < epsilon
 
     low, high = math.log(1e-4), math.log(1e7)  # of theta
-    for _ in range(16):
+    for _ in range(16 if grid < COARSE else 11):
         middle = (low + high) / 2
         low, high = (middle, high) if too_small(math.exp(middle)) else (low, middle)
     saddle = math.exp((low + high) / 2)
