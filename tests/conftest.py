@@ -141,10 +141,13 @@ class Lives:
         return line
 
     def kill(self):
-        """The lines that were left."""
+        """The lines that were left. One that the kill cut off stands before the word "dead", and is dropped."""
         os.kill(self.life, signal.SIGKILL)  # dead already, it lies there still: the number is nobody else's
         self.process.stdin.write("bury\n")
-        return list(iter(self.line, "dead"))
+        lines = []
+        while not (line := self.line()).endswith("dead"):
+            lines.append(line)
+        return lines
 
     def close(self):
         self.process.communicate()

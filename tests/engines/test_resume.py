@@ -85,6 +85,14 @@ def test_kill_nine_and_resume(kind, tmp_path, capsys, lives):
     capsys.readouterr()
 
 
+def test_a_line_that_a_kill_cuts_off_is_dropped(lives):
+    process = lives("import time", "print('whole', flush=True); print('cut', end='', flush=True); time.sleep(60)")
+    process.begin()
+    assert process.line() == "whole"
+    time.sleep(0.3)
+    assert process.kill() == []
+
+
 def test_a_complete_run_replays_without_its_data(tmp_path, capsys):
     path = tmp_path / "ledger.db"
     first = last(path, Secure())
