@@ -16,7 +16,9 @@ multiplied by it, because the clip makes steps of 1 / h overshoot then.)
 
 For classes, two corrections count where there is little noise. The curvature between two of c classes reaches A / 2,
 far above A / c, and steps of 1 / h oscillate there. Differences of released gradients show it (`measured`); as far as
-they do with certainty, steps are shorter. And a ridge (`pull_of`) keeps few records from being fitted exactly.
+they do with certainty, steps are shorter. And a ridge (`pull_of`) keeps few records from being fitted exactly. Where
+some classes are rare, the first gradient sets the intercepts alone (`rare_classes`). The curvature there is lower by
+the impurity i of the classes; h is multiplied by i, and P by sqrt(i).
 
 The steps are here; `estimates` has what they need to know: noise, curvature, prior and ridge.
 """
@@ -46,6 +48,7 @@ from sordino.rules.estimates import (
     std_of,
     unmeasured,
 )
+from sordino.rules.rare_classes import intercepts_of
 
 DAMPING = 2.0  # of rates and hazards: a third of Newton's step
 
@@ -72,6 +75,7 @@ class KalmanState(NamedTuple):
     setting: Setting | SurvivalSetting | tuple[()] = ()  # of `rules.first_round`, public numbers that it needs
     ridge: Tensor | tuple[()] = ()  # of classes, what pulls weights towards 0 per unit of them
     secant: Secant | tuple[()] = ()  # of classes, the curvature that released gradients show
+    factor: Tensor | tuple[()] = ()  # of classes, by which the clip cuts the first gradient of a record; later ()
 
 
 def estimate_covariance(most: float) -> Rule:
@@ -123,15 +127,21 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         V, value, (rows, _) = before.vectors, before.curvature, matrix_of(facts)
         variance = noise_variance(theta, facts)
         if part is None or facts.intervals:
-            return before._replace(noise=variance)
+            return before._replace(noise=variance, factor=())
         if V.shape[-1] != rows:  # no client took part in the stage before
             value, V = spectrum(theta.new_zeros(*theta.shape[:-1], rows, rows), before.noise, most)
         setting = setting_of(theta, facts, clip, before.noise, variance * (part / facts.rounds))
         growth, damping = growth_of(theta, facts)
         before = before._replace(noise=variance, growth=growth, damping=damping)
-        return begun(before, value, V, setting, clip=clip, prior=prior)
+        state = begun(before, value, V, setting, clip=clip, prior=prior)
+        plain = facts.sizes.sum() and not (facts.numeric or facts.persons) and facts.mean_weight == 1
+        return state._replace(factor=cut_of(value, setting, clip) if plain else ())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
+        shift = torch.zeros_like(theta)
+        if t < 1 and isinstance(state.factor, Tensor):
+            shift, g, state = started(g, state, theta)
+            theta = theta + shift
         V, h, P, variance = state[:4]
         h, damping, secant = h * grown(V, h, theta, state.growth), state.damping, state.secant
         noise = variance / (h.square() * P.clamp_min(MIN_VARIANCE))  # relative to the signal
@@ -145,7 +155,7 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         if isinstance(secant, Secant):
             outputs = theta.shape[-1] // V.shape[-1]
             secant = secant._replace(bias=outputs * variance * K.sum(-1, keepdim=True))
-        return step, state._replace(variance=P * (1 - 1 / (1 + doubt + noise)), secant=secant)
+        return shift + step, state._replace(variance=P * (1 - 1 / (1 + doubt + noise)), secant=secant)
 
     def model(theta: Tensor, state: KalmanState) -> Tensor:
         return unshifted(theta, state)
@@ -180,10 +190,29 @@ def begun(
     # An eigenvalue below the edge may be as large as it: where it must, a step goes no further.
     edge = edge_of(setting.covariance_std.to(value), rows)
     certain = torch.where(setting.careful > 0, value.maximum(edge), value)
-    h = certain / outputs * (clip / (setting.residual * length).clamp_min(clip))  # clipping lowers the curvature
+    h = certain / outputs * cut_of(value, setting, clip)  # clipping lowers the curvature
     P = prior**2 / (rows * value)
     P = torch.where(setting.numeric > 0, P, raised(h, P, setting.mean_noise))  # of numbers, a larger model is wrong
     return state._replace(vectors=vectors, curvature=h, variance=P, ridge=setting.pull * length.square())
+
+
+def cut_of(value: Tensor, setting: Setting, clip: float) -> Tensor:
+    """The factor by which the clip cuts a record's gradient at zero, if all records have one norm."""
+    return clip / (setting.residual * value.sum(-1, keepdim=True).sqrt()).clamp_min(clip)
+
+
+def started(g: Tensor, state: KalmanState, theta: Tensor) -> tuple[Tensor, Tensor, KalmanState]:
+    """How far the first gradient moves the intercepts of rare classes; what is left of it, and the state there."""
+    assert isinstance(state.factor, Tensor)
+    outputs = theta.shape[-1] // state.vectors.shape[-1]
+    found = intercepts_of(g[..., -outputs:], state.noise.sqrt(), state.factor)
+    shift = torch.nn.functional.pad(found.shift, (theta.shape[-1] - outputs, 0))
+    left = torch.where(found.impurity < 1, 0.0, g)
+    h, P = state.curvature * found.impurity, state.variance * found.impurity.sqrt()
+    state = state._replace(curvature=h, variance=P)
+    if isinstance(state.secant, Secant):
+        state = state._replace(secant=state.secant._replace(theta=state.secant.theta + shift))
+    return shift, left, state
 
 
 def weights_of(theta: Tensor, V: Tensor) -> Tensor:
