@@ -27,11 +27,6 @@ def solved(F, v, rho=RHO):
     return torch.linalg.solve(rho * torch.eye(len(v), dtype=v.dtype) + F, v)
 
 
-def less(F, v, rho=RHO):
-    """What the structure takes off v / rho."""
-    return v / rho - solved(F, v, rho)
-
-
 def dense(structure, m, shapes):
     """F itself; m is one vector, or the last k of them (rank-k)."""
     if structure == "rank-one":
@@ -60,7 +55,7 @@ def read(shapes, size=SIZE):
 
 def test_rank_one():
     m, v = normal(7), normal(7, seed=1)
-    torch.testing.assert_close(rank_one(m, v, RHO), less(torch.outer(m, m), v))
+    torch.testing.assert_close(rank_one(m, v, RHO), solved(torch.outer(m, m), v))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 9])
@@ -68,48 +63,48 @@ def test_rank_k(k):
     """More vectors than dimensions, too."""
     past, v = normal(k, 7), normal(7, seed=1)
     F = dense("rank-k", past, ())
-    torch.testing.assert_close(rank_k(past, v, RHO), less(F, v), rtol=1e-11, atol=1e-12)  # rho is not float32
-    assert not torch.allclose(rank_k(past, v, RHO), less(k * F, v)) or k == 1, "the sum, not the mean"
-    assert not torch.allclose(rank_k(past, v, 2 * RHO), less(F, v))
+    torch.testing.assert_close(rank_k(past, v, RHO), solved(F, v), rtol=1e-11, atol=1e-12)  # rho is not float32
+    assert not torch.allclose(rank_k(past, v, RHO), solved(k * F, v)) or k == 1, "the sum, not the mean"
+    assert not torch.allclose(rank_k(past, v, 2 * RHO), solved(F, v))
     if k == 1:
         torch.testing.assert_close(rank_k(past, v, RHO), rank_one(past[0], v, RHO))
 
 
 def test_rank_k_with_a_past_that_is_still_empty():
     past, v = torch.cat([torch.zeros(3, 7, dtype=torch.float64), normal(2, 7)]), normal(7, seed=1)
-    torch.testing.assert_close(rank_k(past, v, RHO), less(dense("rank-k", past, ()), v))
-    assert not rank_k(0 * past, v, RHO).any()
+    torch.testing.assert_close(rank_k(past, v, RHO), solved(dense("rank-k", past, ()), v))
+    torch.testing.assert_close(rank_k(0 * past, v, RHO), v / RHO, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 3), (3, 5), (4, 4), (1, 6)])
 @pytest.mark.parametrize("structure", ["block", "kronecker"])
 def test_matrices(structure, rows, columns):
-    shrink = {"block": block, "kronecker": kronecker}[structure]
+    solve = {"block": block, "kronecker": kronecker}[structure]
     M, V = normal(rows, columns), normal(rows, columns, seed=1)
-    want = less(dense(structure, M.flatten(), [(rows, columns)]), V.flatten())
-    torch.testing.assert_close(shrink(M, V, RHO).flatten(), want)
-    other = less(dense("kronecker" if structure == "block" else "block", M.flatten(), [(rows, columns)]), V.flatten())
+    want = solved(dense(structure, M.flatten(), [(rows, columns)]), V.flatten())
+    torch.testing.assert_close(solve(M, V, RHO).flatten(), want)
+    other = solved(dense("kronecker" if structure == "block" else "block", M.flatten(), [(rows, columns)]), V.flatten())
     assert not torch.allclose(want, other)
-    one = torch.allclose(want, less(torch.outer(M.flatten(), M.flatten()), V.flatten()))
+    one = torch.allclose(want, solved(torch.outer(M.flatten(), M.flatten()), V.flatten()))
     assert one is (structure == "kronecker" and min(rows, columns) == 1)
 
 
-@pytest.mark.parametrize("shrink", [block, kronecker])
-def test_one_column_is_rank_one(shrink):
+@pytest.mark.parametrize("solve", [block, kronecker])
+def test_one_column_is_rank_one(solve):
     m, v = normal(6), normal(6, seed=1)
-    got = shrink(m.unsqueeze(-1), v.unsqueeze(-1), RHO).squeeze(-1)
+    got = solve(m.unsqueeze(-1), v.unsqueeze(-1), RHO).squeeze(-1)
     torch.testing.assert_close(got, rank_one(m, v, RHO))
-    assert not torch.allclose(shrink(m.view(3, 2), v.view(3, 2), RHO).flatten(), rank_one(m, v, RHO))
+    assert not torch.allclose(solve(m.view(3, 2), v.view(3, 2), RHO).flatten(), rank_one(m, v, RHO))
 
 
-@pytest.mark.parametrize("shrink", [block, kronecker])
-def test_a_matrix_without_full_rank(shrink):
+@pytest.mark.parametrize("solve", [block, kronecker])
+def test_a_matrix_without_full_rank(solve):
     """Of rank one, and of zeros."""
     M, V = torch.outer(normal(4), normal(3, seed=2)), normal(4, 3, seed=1)
-    structure = "block" if shrink is block else "kronecker"
-    want = less(dense(structure, M.flatten(), [(4, 3)]), V.flatten())
-    torch.testing.assert_close(shrink(M, V, RHO).flatten(), want)
-    assert not shrink(0 * M, V, RHO).any()
+    structure = "block" if solve is block else "kronecker"
+    want = solved(dense(structure, M.flatten(), [(4, 3)]), V.flatten())
+    torch.testing.assert_close(solve(M, V, RHO).flatten(), want)
+    torch.testing.assert_close(solve(0 * M, V, RHO), V / RHO, rtol=0, atol=0)
 
 
 def test_a_kronecker_estimate_of_rank_one_is_the_outer_product():
@@ -129,12 +124,12 @@ def test_the_last_axis_makes_the_columns():
 
 @pytest.mark.parametrize("structure", ["block", "kronecker"])
 def test_each_parameter_has_its_own(structure):
-    shrink = by_parameter({"block": block, "kronecker": kronecker}[structure], matrices(SHAPES, SIZE))
+    solve = by_parameter({"block": block, "kronecker": kronecker}[structure], matrices(SHAPES, SIZE))
     m, v = normal(SIZE), normal(SIZE, seed=1)
-    torch.testing.assert_close(shrink(m, v, RHO), less(dense(structure, m, read(SHAPES)), v))
+    torch.testing.assert_close(solve(m, v, RHO), solved(dense(structure, m, read(SHAPES)), v))
     whole = by_parameter({"block": block, "kronecker": kronecker}[structure], matrices((), SIZE))
     torch.testing.assert_close(whole(m, v, RHO), rank_one(m, v, RHO))
-    assert not torch.allclose(shrink(m, v, RHO), whole(m, v, RHO))
+    assert not torch.allclose(solve(m, v, RHO), whole(m, v, RHO))
 
 
 # ------------------------------------------------------------------------------------------------------- in the rule

@@ -101,8 +101,8 @@ def check_above_zero(**values: float | Tensor) -> None:
 
 
 def moving(m: Tensor, g: Tensor, beta: float | Tensor) -> Tensor:
-    """The next value of a moving average."""
-    return beta * m + (1 - beta) * g
+    """The next value of a moving average: beta m + (1 - beta) g."""
+    return torch.lerp(m, g, 1 - beta)
 
 
 def debias(m: Tensor, beta: float | Tensor, t: int) -> Tensor:

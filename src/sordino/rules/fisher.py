@@ -1,7 +1,7 @@
 """DP-FedSOFIM's rule: a Fisher estimate from the privatised aggregate, rank-one in the paper, inverted in O(d).
 
     M = beta M + (1 - beta) G,  M^ = M / (1 - beta^(t+1)) with bias correction
-    H = (rho I + M^ M^T)^-1,    H v = v / rho - M^ (M^ . v) / (rho^2 + rho |M^|^2)       (Sherman-Morrison)
+    H = (rho I + M^ M^T)^-1,    H v = (v - M^ (M^ . v) / (rho + |M^|^2)) / rho       (Sherman-Morrison)
 
 `gradient` applies H to G (the formula of the paper). `momentum` applies H to M^, which behaves like the experiments of
 the paper: H M^ = M^ / (rho + |M^|^2). Every round computes the estimate from M alone; nothing accumulates. `structures`
@@ -92,11 +92,11 @@ def fisher(
         v = g if apply_to == "gradient" else mhat
         fade = min(1.0, t / warm_start) if warm_start else 1.0
         if structure == "rank-k":
-            less = rank_k(past, v, rho)
+            step = rank_k(past, v, rho)
         elif structure == "rank-one":
-            less = rank_one(mhat, v, rho)
+            step = rank_one(mhat, v, rho)
         else:
-            less = by_parameter(block if structure == "block" else kronecker, shapes)(mhat, v, rho)
-        return v / rho - fade * less, FisherState(m, past, shapes)
+            step = by_parameter(block if structure == "block" else kronecker, shapes)(mhat, v, rho)
+        return (step if fade == 1 else torch.lerp(v / rho, step, fade)), FisherState(m, past, shapes)
 
     return Rule(init, update)

@@ -1,4 +1,4 @@
-"""Fisher estimates of several structures, and what each subtracts: (rho I + F)^-1 v = v / rho - shrink(M, v).
+"""Fisher estimates F of several structures, and what each makes of v: (rho I + F)^-1 v.
 
 - rank-one: F = M M^T.
 - rank-k: F = mean over the last k M of M M^T (Woodbury's identity).
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 from sordino.lazy import Tensor, torch
 
-Shrink = Callable[[Tensor, Tensor, float | Tensor], Tensor]
+Solve = Callable[[Tensor, Tensor, float | Tensor], Tensor]
 STRUCTURES = ("rank-one", "rank-k", "block", "kronecker")
 
 
@@ -28,8 +28,8 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def rank_one(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
-    """The rank-one estimate, by the formula of Sherman and Morrison."""
-    return m * dot(m, v) / (rho**2 + rho * dot(m, m))
+    """The rank-one estimate, by the formula of Sherman and Morrison: (v - M (M . v) / (rho + |M|^2)) / rho."""
+    return torch.addcmul(v, m, dot(m, v) / (rho + dot(m, m)), value=-1) / rho
 
 
 def rank_k(past: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
@@ -38,14 +38,14 @@ def rank_k(past: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
     u = past / math.sqrt(k)
     small = r * torch.eye(k).to(v) + u @ u.transpose(-1, -2)
     inner: Tensor = torch.linalg.solve(small, u @ v.unsqueeze(-1))
-    return (u.transpose(-1, -2) @ inner).squeeze(-1) / rho
+    return (v - (u.transpose(-1, -2) @ inner).squeeze(-1)) / rho
 
 
 def block(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
     """The block estimate, for each column of a matrix."""
     r = torch.as_tensor(rho).to(v).unsqueeze(-1) if isinstance(rho, Tensor) else rho
     across, size = (m * v).sum(-2, keepdim=True), (m * m).sum(-2, keepdim=True)
-    return m * across / (r**2 + r * size)
+    return torch.addcmul(v, m, across / (r + size), value=-1) / r
 
 
 def kronecker(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
@@ -55,20 +55,20 @@ def kronecker(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
     square = s.square()
     tiny = torch.finfo(v.dtype).tiny
     value = square.unsqueeze(-1) * square.unsqueeze(-2) / square.sum(-1).clamp_min(tiny).unsqueeze(-1).unsqueeze(-1)
-    inner = (u.transpose(-1, -2) @ v @ wt.transpose(-1, -2)) * (value / (r * (r + value)))
-    less: Tensor = u @ inner @ wt
-    return less
+    inner = (u.transpose(-1, -2) @ v @ wt.transpose(-1, -2)) * (value / (r + value))
+    solved: Tensor = (v - u @ inner @ wt) / r
+    return solved
 
 
-def by_parameter(shrink: Shrink, shapes: Tensor) -> Shrink:
-    """Apply `shrink` to each parameter of theta, read as a matrix of its shape."""
+def by_parameter(solve: Solve, shapes: Tensor) -> Solve:
+    """Apply `solve` to each parameter of theta, read as a matrix of its shape."""
 
     def whole(m: Tensor, v: Tensor, rho: float | Tensor) -> Tensor:
         parts, start = [], 0
         for rows, columns in shapes.long().tolist():
             block_of_theta = slice(start, start + rows * columns)
             a, b = (each[..., block_of_theta].reshape(*each.shape[:-1], rows, columns) for each in (m, v))
-            parts.append(shrink(a, b, rho).flatten(-2))
+            parts.append(solve(a, b, rho).flatten(-2))
             start += rows * columns
         return torch.cat(parts, -1)
 
