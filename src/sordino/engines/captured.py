@@ -1,4 +1,4 @@
-"""A round of several runs on a GPU as one CUDA graph: the sum, its noise, and the server's step."""
+"""Rounds of several runs on a GPU as one CUDA graph: the sums, their noise, and the server's steps."""
 
 from __future__ import annotations
 
@@ -53,16 +53,18 @@ class AnyLaterRound:
     __hash__ = None  # type: ignore[assignment]
 
 
-class CapturedRound:
-    """One graph for a round and all later ones of its stage.
+class CapturedRounds:
+    """One graph for a few rounds in a row, which serves all later ones of their stage.
+
+    Its rounds share the copies into and out of the graph, which are more kernels than a plain step has.
 
     Args:
         noised_sum: The aggregate, a function of theta and of standard noise.
         rule: The server's rule.
         theta: Parameters, runs x numbers.
         state: The rule's state.
-        noise: Standard noise.
-        step: The number of the round, as the rule counts.
+        noise: Standard noise of each round, rounds x runs x numbers.
+        step: The number of the first round, as the rule counts.
 
     Raises:
         RoundMattersError, TypeError: The rule's step depends on the number of the round, or its state changes shape.
@@ -83,29 +85,38 @@ class CapturedRound:
         if [(t.shape, t.dtype) for t in before] != [(t.shape, t.dtype) for t in after]:
             raise TypeError("the state changes its shape")
         self._changes = [new is not old for new, old in zip(after, before, strict=True)]
-        self._theta, self._state, self._next = theta, state, self._flat(theta, state)
+        if any(part.dtype is not theta.dtype for part in self._parts(theta, state)):
+            raise TypeError("the state has another type than the parameters")
+        self.rounds = len(noise)
+        self._theta, self._state, self._next = theta, state, _flat(self._parts(theta, state))
+        self._ahead: list[tuple[Tensor, Tensor, Tree]] = []  # computed, but not asked for yet; the next one is last
 
         def whole(flat: Tensor, noise: Tensor) -> Tensor:
-            at, old = self._tree(flat)
-            total = noised_sum(at, noise)
-            move, new = preconditions.update(rule, total, old, at, later)  # type: ignore[arg-type]
-            return torch.cat([total.flatten(), self._flat(at + move, new)])
+            (at, now), parts = self._tree(flat), list[Tensor]()
+            for standard in noise.unbind():
+                total = noised_sum(at, standard)
+                move, now = preconditions.update(rule, total, now, at, later)  # type: ignore[arg-type]
+                at = at + move
+                parts += [total, *self._parts(at, now)]
+            return _flat(parts)
 
         self._graph = CapturedGraph(whole, [self._next, noise], autograd=False)
 
-    def __call__(self, theta: Tensor, state: Tree, noise: Tensor) -> tuple[Tensor, Tensor, Tree]:
-        """The aggregate, and theta and the state after the round."""
+    def __call__(self, theta: Tensor, state: Tree, noise: Callable[[], Tensor]) -> tuple[Tensor, Tensor, Tree]:
+        """The aggregate, and theta and the state after the round. Noise is asked for if the graph has to be replayed:
+        that of this round and of those after it."""
         known = theta is self._theta and state is self._state
-        out = self._graph([self._next if known else self._flat(theta, state), noise])
-        self._next = out[theta.numel() :]
-        self._theta, self._state = self._tree(self._next)
-        return out[: theta.numel()].view_as(theta), self._theta, self._state
+        if not (known and self._ahead):
+            out = self._graph([self._next if known else _flat(self._parts(theta, state)), noise()])
+            each, size = out.view(self.rounds, -1), theta.numel()
+            self._next = each[-1, size:]
+            self._ahead = [(row[:size].view_as(theta), *self._tree(row[size:])) for row in reversed(each.unbind())]
+        aggregate, self._theta, self._state = self._ahead.pop()
+        return aggregate, self._theta, self._state
 
-    def _flat(self, theta: Tensor, state: Tree) -> Tensor:
-        parts = [leaf for leaf, changes in zip(leaves(state), self._changes, strict=True) if changes]
-        if any(part.dtype is not theta.dtype for part in parts):
-            raise TypeError("the state has another type than the parameters")
-        return torch.cat([part.flatten() for part in (theta, *parts)])
+    def _parts(self, theta: Tensor, state: Tree) -> list[Tensor]:
+        """What changes from round to round."""
+        return [theta, *(leaf for leaf, changes in zip(leaves(state), self._changes, strict=True) if changes)]
 
     def _tree(self, flat: Tensor) -> tuple[Tensor, Tree]:
         changes, start = iter(self._changes), self._theta.numel()
@@ -118,3 +129,7 @@ class CapturedRound:
             return flat[start - leaf.numel() : start].view_as(leaf)
 
         return flat[: self._theta.numel()].view_as(self._theta), tree_map(part, self._state)
+
+
+def _flat(parts: list[Tensor]) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])

@@ -55,7 +55,7 @@ from sordino.core import (
 )
 from sordino.data.records import Lazy, Records
 from sordino.engines import preconditions, reference
-from sordino.engines.captured import CapturedRound, RoundMattersError
+from sordino.engines.captured import CapturedRounds, RoundMattersError
 from sordino.engines.distributed import ALONE, SplitRows, Team, some_clients
 from sordino.engines.oracle import (
     IntegerStream,
@@ -89,7 +89,8 @@ from sordino.privacy.plan import Plan, continues_stream
 from sordino.tree import rebuild, tree_map
 
 MATRIX_BATCH_NUMBERS = 2**24  # numbers of the matrices that a batch of clients sends, which bounds memory
-NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it
+NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it; a CUDA graph holds as many
+CAPTURED_NUMBERS = 2**22  # parameters of all runs in the rounds of one CUDA graph, which bounds memory
 
 
 def run(
@@ -206,8 +207,8 @@ class BatchedClients:
         self.influence = plan.weights / plan.participation.rate(plan.clients)  # of a client's message
         self._known: dict[bytes, Tensor] = {}
         self._graphs: dict[float, CapturedGraph] = {}  # of sums, by clip
-        self._rounds: dict[int, CapturedRound | None] = {}  # by the first round of the stage
-        self._ahead: tuple[tuple[int, ...], Tensor] = ((), torch.zeros(0))
+        self._rounds: dict[int, CapturedRounds | None] = {}  # by the first round of the stage
+        self._ahead: tuple[tuple[int, ...], int, Tensor] = ((), 0, torch.zeros(0))
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
@@ -281,7 +282,8 @@ class BatchedClients:
     def captured_round(
         self, round_plan: RoundPlan, theta: Tensor, state: Tree, shares: bool
     ) -> tuple[Tensor, Tensor, Tree] | None:
-        """A round of runs of one linear model on a GPU by one CUDA graph: the aggregate, theta, and the state.
+        """A round of runs of one linear model on a GPU: the aggregate, theta, and the state. One CUDA graph computes
+        it and the rounds that follow.
 
         Returns:
             None where that is not possible: the noise is secret, or the rule looks at the number of the round.
@@ -292,8 +294,10 @@ class BatchedClients:
             return None
         if shares and not round_plan.noise_on_sum:
             return None
-        noise = self._ahead_of(round_plan, 0, tuple(theta.shape[-1:]))
         if first not in self._rounds:
+            left = first + round_plan.facts.rounds - round_plan.t
+            together = round_plan.facts.same_records and NOISE_BLOCK * theta.numel() <= CAPTURED_NUMBERS
+            noise = self._ahead_of(round_plan, 0, theta.shape[-1:], min(NOISE_BLOCK, left) if together else 1)
             std = np.atleast_1d(self._spread_of(round_plan, 0, self._per_record))  # equal in all rounds of the stage
             width, heaviest = along(self._laid(std), 1), float(self._per_record.max())
             sums = cast(Any, self.model).summing(self._matrix, query.clip, len(theta))
@@ -303,11 +307,13 @@ class BatchedClients:
 
             try:
                 rule = round_plan.stage.rule
-                self._rounds[first] = CapturedRound(noised_sum, rule, theta, state, noise, round_plan.step)
+                self._rounds[first] = CapturedRounds(noised_sum, rule, theta, state, noise, round_plan.step)
             except (RoundMattersError, TypeError):
                 self._rounds[first] = None
         captured = self._rounds[first]
-        return None if captured is None else captured(theta, state, noise)
+        if captured is None:
+            return None
+        return captured(theta, state, lambda: self._ahead_of(round_plan, 0, theta.shape[-1:], captured.rounds))
 
     def _many_on_gpu(self, query: Query, theta: Tensor) -> bool:
         """Whether these are runs of one linear model over the same records on a GPU."""
@@ -468,17 +474,18 @@ class BatchedClients:
         query = round_plan.stage.queries[number]
         if not self._at_once(query):
             return self._draw(round_plan, number, 0, np.array([COHORT]), shape).summed(self.lead)
-        noise = self._ahead_of(round_plan, number, shape)
+        (noise,) = self._ahead_of(round_plan, number, shape)
         return Draw.plain(noise if self.lead else noise[0])
 
-    def _ahead_of(self, round_plan: RoundPlan, number: int, shape: tuple[int, ...]) -> Tensor:
-        """Standard noise of all runs, from a block that was drawn for several rounds at once."""
-        block = round_plan.t // NOISE_BLOCK
-        key = (block, number, *shape)  # stages differ in shape
-        if self._ahead[0] != key:
-            at = [Address(COHORT, t, number) for t in range(block * NOISE_BLOCK, (block + 1) * NOISE_BLOCK)]
-            self._ahead = key, self._counted(at, shape)
-        return self._ahead[1][round_plan.t % NOISE_BLOCK]
+    def _ahead_of(self, round_plan: RoundPlan, number: int, shape: tuple[int, ...], rounds: int = 1) -> Tensor:
+        """Standard noise of this round and the next ones, rounds x runs x shape, from a block drawn at once."""
+        key = (number, *shape)  # stages differ in shape
+        known, first, _ = self._ahead
+        if known != key or not first <= round_plan.t <= first + NOISE_BLOCK - rounds:
+            first = round_plan.t
+            at = [Address(COHORT, t, number) for t in range(first, first + NOISE_BLOCK)]
+            self._ahead = key, first, self._counted(at, shape)
+        return self._ahead[2][round_plan.t - first :][:rounds]
 
     @cached_property
     def _joint(self) -> Source | None:
