@@ -502,7 +502,9 @@ class BatchedClients:
     def _counted(self, at: list[Address], shape: tuple[int, ...]) -> Tensor:
         """Addresses x runs x shape."""
         sources = [source for source in self.sources if isinstance(source, Counted)]
-        drawn = counted(sources, at, math.prod(shape), str(self.records.x.device))
+        device = self.records.x.device
+        one_kernel = bool(self.lead) and device.type == "cuda"
+        drawn = counted(sources, at, math.prod(shape), str(device), compiled if one_kernel else lambda f: f)
         return drawn.view(len(at), len(sources), *shape)
 
     def _draw(self, round_plan: RoundPlan, number: int, call: int, clients: np.ndarray, shape: tuple[int, ...]) -> Draw:

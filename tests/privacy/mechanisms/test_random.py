@@ -741,6 +741,18 @@ def test_counted_normals_are_standard_and_begin_alike():
     assert np.array_equal(short, z[3, 2, :5].numpy())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [650, 33])
+def test_a_compiled_draw_on_a_gpu_is_the_draw(size):
+    """The words are equal, so that only the logarithm and the cosine may round differently."""
+    from sordino.models.softmax_batched import compiled
+    from sordino.privacy.mechanisms.random import Counted, counted
+
+    sources, at = [Counted(seed) for seed in range(7)], [Address(0, t, 0) for t in range(16)]
+    plain = counted(sources, at, size)
+    torch.testing.assert_close(counted(sources, at, size, "cuda", compiled).cpu(), plain, rtol=1e-10, atol=1e-13)
+
+
 def test_shared_draws_are_rows_of_one_draw_and_settle_alike():
     """Drawn together or row by row, runs x clients get the same numbers, and the same ideal numbers behind them."""
     common = SharedDraws(Secure(bytes(32)), runs := 3, 0.5)

@@ -234,20 +234,25 @@ class Counted:
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
         start = torch.tensor([self.keys[1] ^ _word(at.pack())])
-        return np.asarray(_fractions(_mix(start), math.prod(shape))[0].numpy()).reshape(shape)
+        return np.asarray(_fractions(_mix(start), _offsets(math.prod(shape)))[0].numpy()).reshape(shape)
 
     def words(self, at: Address, count: int) -> Words:
         start = torch.tensor([self.keys[2] ^ _word(at.pack())])
-        return np.asarray(_hashes(_mix(start), count)[0].numpy()).view(np.uint64)
+        return np.asarray(_hashes(_mix(start), _offsets(count))[0].numpy()).view(np.uint64)
 
 
-def counted(sources: Sequence[Counted], at: Sequence[Address], size: int, device: str = "cpu") -> Tensor:
-    """Standard normals, addresses x sources x size: the draw of each source at each address."""
+def counted(
+    sources: Sequence[Counted],
+    at: Sequence[Address],
+    size: int,
+    device: str = "cpu",
+    through: Callable[[Callable[..., Tensor]], Callable[..., Tensor]] = lambda f: f,
+) -> Tensor:
+    """Standard normals, addresses x sources x size: the draw of each source at each address. `through` may compile."""
     keys, places = (
         _sent(words, device) for words in ([source.keys[0] for source in sources], [_word(a.pack()) for a in at])
     )
-    u = _fractions(_mix(places.unsqueeze(-1) ^ keys), 2 * size)
-    return (-2 * u[..., 0::2].log()).sqrt() * (2 * math.pi * u[..., 1::2]).cos()  # Box and Muller
+    return through(_normals)(places.unsqueeze(-1) ^ keys, _offsets(2 * size, keys.device))
 
 
 def _sent(words: list[int], device: str) -> Tensor:
@@ -412,16 +417,26 @@ def _mix(z: Tensor) -> Tensor:
     return z ^ ((z >> 31) & (2**33 - 1))
 
 
-def _hashes(start: Tensor, size: int) -> Tensor:
+def _offsets(size: int, device: torch.device | None = None) -> Tensor:
+    """What SplitMix64 adds to its start, word by word."""
+    return torch.arange(1, size + 1, device=device) * _GOLDEN
+
+
+def _hashes(start: Tensor, offsets: Tensor) -> Tensor:
     """Words of SplitMix64 from `start`, one stream per row."""
-    index = torch.arange(1, size + 1, device=start.device)
-    return _mix(start.unsqueeze(-1) + index * _GOLDEN)
+    return _mix(start.unsqueeze(-1) + offsets)
 
 
-def _fractions(start: Tensor, size: int) -> Tensor:
+def _fractions(start: Tensor, offsets: Tensor) -> Tensor:
     """Uniforms in (0, 1) from these words."""
-    words = _hashes(start, size)
+    words = _hashes(start, offsets)
     return (((words >> 12) & (2**52 - 1)).double() + 0.5) * 2.0**-52
+
+
+def _normals(place: Tensor, offsets: Tensor) -> Tensor:
+    """Standard normals from pairs of uniforms (Box and Muller)."""
+    u = _fractions(_mix(place), offsets)
+    return (-2 * u[..., 0::2].log()).sqrt() * (2 * math.pi * u[..., 1::2]).cos()
 
 
 # ---------------------------------------------------------------------------------------------------- secure streams
