@@ -2,6 +2,7 @@
 
     python benchmarks/networks.py prepare DATA_DIR FOLDER          # 46 MiB: MNIST, token ids of SST-2, MiniLM's weights
     python benchmarks/networks.py run FOLDER --device cuda --workers 8
+    python benchmarks/networks.py run FOLDER --device cuda --methods auto      # renew these rows, keep the others
     python benchmarks/networks.py report                           # the page alone
     python benchmarks/networks.py run FOLDER --smoke --out FILE.json           # two rounds of few methods, on a CPU
 
@@ -84,7 +85,7 @@ def jobs(words: argparse.Namespace) -> tuple[list[dict[str, Any]], list[str]]:
     found, grids = [], []
     for data in words.data:
         for method in (OURS, *sorted(set(REGISTRY) - {OURS, *UNFIT})):
-            if words.smoke and method not in (OURS, "dp-fedadam"):
+            if method not in (words.methods or ((OURS, "dp-fedadam") if words.smoke else REGISTRY)):
                 continue
             shared = {**values(data, words), "method": method, **FORMS.get(method, {})}
             if method in SINGLE and "dtype" in shared:
@@ -120,18 +121,27 @@ def about(job: dict[str, Any]) -> tuple[Any, ...]:
 def run(words: argparse.Namespace) -> None:
     """Train what the store lacks. `earlier` in the file names the rows of calls before this one."""
     began, store = time.perf_counter(), words.out.with_suffix(".runs.json")
-    origin = provenance(f"python benchmarks/networks.py run FOLDER --device {words.device}")
+    only = f" --methods {' '.join(words.methods)}" if words.methods else ""
+    origin = provenance(f"python benchmarks/networks.py run FOLDER --device {words.device}{only}")
+    before = json.loads(words.out.read_text(encoding="utf-8")) if words.out.exists() else {}
+    if not words.methods or before.get("rounds") != words.rounds:
+        before = {"refused": []} | {data: {} for data in NAMES}
     done: list[dict[str, Any]] = json.loads(store.read_text()) if store.exists() else []
     wanted, refused = jobs(words)
     known = {about(job) for job in done}
     seeds = list(SEEDS[: 1 if words.smoke else None])
     wanted = [{**job, "rounds": words.rounds, "seeds": seeds, "at": [words.rounds]} for job in wanted]
     wanted = [job for job in wanted if about(job) not in known]
-    earlier = sorted({f"{job['data']} {job['method']}" for job in done if job["rounds"] == words.rounds})
+    earlier = {f"{job['data']} {job['method']}" for job in done if job["rounds"] == words.rounds}
+    kept = {f"{data} {row.removesuffix(TUNED)}" for data in NAMES for row in before[data]}
+    refused = sorted({*refused, *before["refused"]})
 
     def save() -> None:
         mine = [job for job in done if job["rounds"] == words.rounds]
-        document = {"provenance": origin, "rounds": words.rounds, "refused": refused, "earlier": earlier, **cells(mine)}
+        new = cells(mine)
+        rows = {data: before[data] | new[data] for data in NAMES}
+        known = sorted(earlier | kept - {f"{data} {row}" for data in NAMES for row in new[data]})
+        document = {"provenance": origin, "rounds": words.rounds, "refused": refused, "earlier": known, **rows}
         words.out.write_text(text(document), encoding="utf-8")
 
     save()
@@ -234,6 +244,7 @@ def main() -> None:
     running.add_argument("--device", default="cpu")
     running.add_argument("--workers", type=int, default=1)
     running.add_argument("--data", nargs="+", choices=tuple(NAMES), default=tuple(NAMES))
+    running.add_argument("--methods", nargs="+", metavar="METHOD", help="these alone; rows of others stay as they are")
     running.add_argument("--smoke", action="store_true", help="two rounds of two methods, to see that it runs")
     running.add_argument("--out", type=Path, default=OUT)
     commands.add_parser("report").add_argument("--out", type=Path, default=OUT)

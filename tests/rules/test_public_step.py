@@ -7,9 +7,9 @@ import torch
 from sordino.core import Facts
 from sordino.errors import SordinoError
 from sordino.rules import public_step
-from sordino.rules.public_step import BETA, DISTANCE, LONGEST
+from sordino.rules.public_step import BETA, DISTANCE, FALLING, GROWING, LONGEST
 
-GS = np.random.default_rng(0).normal(size=(8, 6))
+GS = np.random.default_rng(0).normal(size=(24, 6))
 CLIP, STD = 2.0, 0.3
 
 
@@ -26,14 +26,16 @@ def walk(rule, std, gs=GS):
     return torch.stack(steps).numpy()
 
 
-def by_hand(*, clip=CLIP, unbiased=True, squared=True, falls=True, releases=1):
+def by_hand(*, clip=CLIP, unbiased=True, squared=True, grows=True, falls=True, releases=1):
     m, steps, d, rounds = np.zeros(6), [], 6, len(GS)
     energy = d * (STD / clip) ** (2 if squared else 1) / releases
     size = 1 / np.sqrt(rounds * energy / DISTANCE**2 + 1 / LONGEST**2)
     for t, g in enumerate(GS):
         m = BETA * m + (1 - BETA) * g / clip
         top = m / (1 - BETA ** (t + 1)) if unbiased else m
-        steps.append(-size * (min(1, 2 * (rounds - t) / rounds) if falls else 1) * top)
+        first = min(1, (t + 1) / (GROWING * rounds)) if grows else 1
+        last = min(1, (rounds - t) / (FALLING * rounds)) if falls else 1
+        steps.append(-size * first * last * top)
     return np.array(steps)
 
 
@@ -41,8 +43,11 @@ def by_hand(*, clip=CLIP, unbiased=True, squared=True, falls=True, releases=1):
 def test_against_the_formula(releases):
     got = walk(public_step(CLIP, releases), STD)
     np.testing.assert_allclose(got, by_hand(releases=releases), rtol=1e-12)
-    wrong = ({"clip": 1.0}, {"unbiased": False}, {"squared": False}, {"falls": False}, {"releases": 3})
-    for mutant in wrong:
+    for mutant in (
+        {"clip": 1.0},
+        {"releases": 3},
+        *({key: False} for key in ("unbiased", "squared", "grows", "falls")),
+    ):
         assert not np.allclose(got, by_hand(**{"releases": releases, **mutant}), rtol=1e-3)
 
 
@@ -64,11 +69,12 @@ def test_noise_alone_moves_the_model_by_no_more_than_the_distance(std):
 
 
 def test_no_step_is_longer_than_the_longest():
-    g = np.tile(CLIP * np.eye(6)[0], (8, 1))
+    g = np.tile(CLIP * np.eye(6)[0], (40, 1))
     lengths = np.linalg.norm(walk(public_step(CLIP), 0.0, g), axis=1)
-    np.testing.assert_allclose(lengths[:5], LONGEST, rtol=1e-12)
-    assert (np.diff(lengths[4:]) < 0).all()
-    assert lengths[-1] == pytest.approx(LONGEST / 4)
+    np.testing.assert_allclose(lengths[:4], LONGEST * np.array([1, 2, 3, 4]) / 4, rtol=1e-12)
+    np.testing.assert_allclose(lengths[3:31], LONGEST, rtol=1e-12)
+    assert (np.diff(lengths[30:]) < 0).all()
+    assert lengths[-1] == pytest.approx(LONGEST / 10)
 
 
 @pytest.mark.parametrize("clip", [0.0, -1.0, float("inf"), float("nan")])
