@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from papers.tables import PaperTable, TableRequest, TableResult, Want, chosen, published, train
@@ -282,7 +283,12 @@ def comparison(
         for most, wants in batches.items()
         for line in train(request, wants, seeds, most=most, own_data=own_data, split=None if own_data else 1)
     ]
-    return TableResult(lines, "epsilon", NOTES if "record" in units else CLIENT_NOTES, tuning)
+    notes = list(NOTES if "record" in units else CLIENT_NOTES)
+    if request.settings:
+        used = {_key(each, unit) for unit in units for each in rivals(who, unit)}
+        tuning["settings"] = [each for each in tuning["settings"] if each["method"] in used]
+        notes.append(f"settings: those of {Path(request.settings).name}, not tuned again")
+    return TableResult(lines, "epsilon", notes, tuning)
 
 
 def _printed_figure(
