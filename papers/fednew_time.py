@@ -80,10 +80,10 @@ def _runs(request: TableRequest, keys: dict[Timed, dict[str, Any]]) -> dict[str,
     runs: dict[str, list[Trained]] = {each.label: [] for each in keys}
     for seed in range(1, (request.seeds or SEEDS) + 1):
         for each, values in keys.items():
-            spec, how = Spec.of({**values, "seed": seed, "split_seed": 1}), {"device": request.device}
+            spec = Spec.of({**values, "seed": seed, "split_seed": 1})
             if seed == 1:
-                run_many([spec], request.dataset, at=(), stop=WARM_UP, **how)
-            runs[each.label] += run_many([spec], request.dataset, stop=each.stop, **how)
+                run_many([spec], request.dataset, device=request.device, at=(), stop=WARM_UP)
+            runs[each.label] += run_many([spec], request.dataset, device=request.device, stop=each.stop)
             request.tick(1)
     return runs
 
