@@ -57,7 +57,7 @@ def page(document: dict[str, Any]) -> str:
     if slow:
         lines.append(
             f"FedNewton took up to {max(slow):.0f} CPU seconds per run with 784 parameters. With ten classes it has "
-            f"7,840, and a Hessian takes 1,000 times as long to invert: some {max(slow) / 3.6:.0f} hours per run, so it "
+            f"7,840, and a Hessian takes 1,000 times as long to invert: some {max(slow) / 3.6:.0f} hours per run. It "
             f"was not run. The pooled models took {POOLED_STEPS} gradients."
         )
     return "\n\n".join(lines) + "\n"
