@@ -64,12 +64,17 @@ def digits(cell: dict[str, Any], key: str) -> Any:
 
 
 def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Settings that papers/published holds are named, not repeated."""
-    published = Path(__file__).parents[1] / "papers" / "published"
-    for path in sorted(published.glob("*settings_*.json")) if tuning and "settings" in tuning else ():
-        if json.loads(path.read_text(encoding="utf-8"))["settings"] == tuning["settings"]:
+    """Settings that papers/published holds, or a larger table of results/paper, are named and not repeated."""
+    root = Path(__file__).parents[1]
+    if not tuning or "settings" not in tuning:
+        return tuning
+    for path in sorted([*root.glob("papers/published/*settings_*.json"), *root.glob("results/paper/*.json")]):
+        held = json.loads(path.read_text(encoding="utf-8"))
+        held = (held.get("tuning") or {}).get("settings", []) if "lines" in held else held["settings"]
+        more = len(held) > len(tuning["settings"]) and all(each in held for each in tuning["settings"])
+        if (held == tuning["settings"] and path.parent.name == "published") or more:
             rest = {key: value for key, value in tuning.items() if key != "settings"}
-            return {**rest, "file": f"papers/published/{path.name}"}
+            return {**rest, "file": path.relative_to(root).as_posix()}
     return tuning
 
 

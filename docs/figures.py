@@ -177,6 +177,7 @@ def tables() -> dict[str, str]:
     )
     estimation, subsampled = benchmark("estimation"), benchmark("subsampled")
     tables_by_name["estimation.md"] = estimation.page(load("estimation.json")).replace("../docs/", "/")
+    tables_by_name["mnist_full.md"] = benchmark("mnist_full").page(load("mnist_full.json"))
     tables_by_name["subsampled.md"] = subsampled.report(load("subsampled.json")["rows"])
     tables_by_name["report.html"] = report.page(json.loads((DOCS / "comparison.json").read_text(encoding="utf-8")))
     return tables_by_name

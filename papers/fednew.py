@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from papers.tables import PaperTable, TableRequest, TableResult, Want, chosen, published, train
@@ -85,6 +86,12 @@ NOTES = (
     "certified no: hidden duals or control variates; what sums of messages tell of them is not proved",
     "secure aggregation without duals is proved, and so is every method where each message is seen "
     f"(shown for {LIVES_AT} clients: there the noise grows with their number)",
+)
+CLIENT_NOTES = (
+    "one whole client joins or leaves, under secure aggregation; settings were chosen on validation records at epsilon "
+    f"{', '.join(f'{e:g}' for e in TUNED_AT if e >= min(USER_EPSILONS))} and {USERS} clients, each run taking those of "
+    "the nearest budget",
+    *NOTES[1:3],
 )
 
 
@@ -276,7 +283,12 @@ def comparison(
         for most, wants in batches.items()
         for line in train(request, wants, seeds, most=most, own_data=own_data, split=None if own_data else 1)
     ]
-    return TableResult(lines, "epsilon", NOTES, tuning)
+    notes = list(NOTES if "record" in units else CLIENT_NOTES)
+    if request.settings:
+        used = {_key(each, unit) for unit in units for each in rivals(who, unit)}
+        tuning["settings"] = [each for each in tuning["settings"] if each["method"] in used]
+        notes.append(f"settings: those of {Path(request.settings).name}, not tuned again")
+    return TableResult(lines, "epsilon", notes, tuning)
 
 
 def _printed_figure(
@@ -366,6 +378,12 @@ TABLES = (
         "fednew-cifar",
         "CIFAR-10, 64 x 10, IID (its figures 1a and 9a, which print no values)",
         partial(comparison, who=EVERYONE, clients=(100, 500), units=("record",)),
+        *CIFAR,
+    ),
+    PaperTable(
+        "fednew-cifar-client",
+        "CIFAR-10, 64 x 10, IID, client level (its figures 3 and 7, which print no values)",
+        partial(comparison, who=EVERYONE, clients=(USERS,), units=("client",)),
         *CIFAR,
     ),
     PaperTable("fednew-alpha-rho", "alpha and rho of DP-FedNew, Fashion-MNIST (its table 6)", damping, *FASHION),

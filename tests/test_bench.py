@@ -191,6 +191,18 @@ def test_compacting_a_table_changes_no_figure_that_pages_show():
     assert digits({"ours": 0.12345, "digits": 3}, "ours") == 0.12345
 
 
+def test_compacting_names_the_file_of_settings_that_a_larger_table_holds():
+    settings = loaded("compact").settings
+    held = json.loads((ROOT / "results" / "paper" / "fednew-fashion.json").read_text(encoding="utf-8"))["tuning"]
+    assert settings(held) == held, "a table keeps its own"
+    part = {**held, "settings": held["settings"][:2]}
+    assert settings(part)["file"] == "results/paper/fednew-fashion.json"
+    assert "settings" not in settings(part)
+    other = {**held, "settings": [{**held["settings"][0], "score": 0.0}]}
+    assert settings(other) == other
+    assert settings(None) is None
+
+
 def test_compacting_subsampling_keeps_what_the_page_reads():
     compact = loaded("compact")
     row = {"epsilon": 1.0, "mean": 0.6, "noise_multiplier": 2.0, "record_gradients": 7, "milliseconds_per_round": 3.0}

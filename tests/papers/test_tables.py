@@ -2,12 +2,13 @@
 
 import json
 import re
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from papers import catalog, fednew, smoke, sofim, tables
+from papers import catalog, fednew, fednew_time, smoke, sofim, tables
 from papers.__main__ import main
 
 ROWS = {
@@ -66,7 +67,9 @@ def test_every_published_table_loads_whole():
 def test_every_table_has_a_preset():
     names = set(catalog.tables())
     assert {f"sofim-{k}" for k in range(3, 17)} <= names
-    assert {f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "cifar", "alpha-rho")} <= names
+    assert {
+        f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "cifar", "cifar-client", "alpha-rho", "time")
+    } <= names
     for table in catalog.tables().values():
         assert (table.needs is None) == (table.source == "")
 
@@ -238,6 +241,54 @@ def test_dp_fednew_tunes_runs_and_marks_what_is_not_certified(capsys, features, 
     )
 
 
+def trained(scores, seconds):
+    """A run of which only curves count."""
+    run = types.SimpleNamespace(resolved=types.SimpleNamespace(options={}), plan=types.SimpleNamespace(sizes=(1, 1)))
+    run.scores, run.cpu_seconds = dict(enumerate(scores, 1)), dict(enumerate(seconds, 1))
+    return run
+
+
+def test_a_method_reaches_both_when_its_mean_equals_the_best_last_accuracy():
+    runs = {
+        "DP-FedGD": [trained((0.2, 0.5, 0.7), (1, 2, 4)), trained((0.2, 0.5, 0.7), (2, 4, 8))],
+        "DP-Scaffold": [trained((0.4, 0.5, 0.8), (3, 6, 9))] * 2,
+        "DP-FedNew, cg": [trained((0.7, 0.7, 0.9), (8, 16, 24)), trained((0.8, 0.9, 0.9), (16, 32, 48))],
+        "DP-FedNew-FC": [trained((0.7, 0.75, 0.79), (1, 2, 3))] * 2,
+    }
+    cells = {
+        (line["labels"]["method"], line["labels"]["measure"]): line["rounds"]
+        for line in fednew_time.compared(1.0, runs)
+    }
+    assert cells["DP-FedNew, cg", "reaches both"]["3"]["ours"] == 2  # 0.7 and 0.9 after two rounds
+    assert cells["DP-FedNew, cg", "times DP-FedGD"]["3"]["samples"] == [6.0, 6.0]  # within a seed
+    assert cells["DP-FedNew, cg", "times DP-FedGD until then"]["3"]["samples"] == [4.0, 4.0]
+    assert ("DP-FedNew-FC", "reaches both") not in cells, "0.79 is below DP-Scaffold's 0.8"
+    assert ("DP-Scaffold", "reaches both") not in cells
+    assert cells["DP-FedGD", "seconds"]["3"]["ours"] == 6.0
+
+
+def test_times_are_written_beside_accuracies_and_name_the_file_of_their_settings(capsys, features):
+    (features / "fashion_mnist_resnet44.npz").write_bytes((features / "cifar10_resnet20.npz").read_bytes())
+    options = {"DP-FedGD": {"lr": 1.0}, "DP-FedNew": {"lr": 1.0, "solver": "cg"}}
+    settings = [
+        {"method": f"{name}, record level, secure-aggregation", "epsilon": 1.0, "options": chosen, "score": 0.5}
+        for name, chosen in options.items()
+    ]
+    chosen_before = {"how": "grid", "paid": "no", "validation": "10%"}
+    (features / "settings.json").write_text(json.dumps({**chosen_before, "settings": settings}))
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "2", "--epsilons", "1"]
+    flags += ["--methods", "dp-fedgd,dp-fednew", "--settings", str(features / "settings.json")]
+    assert call(capsys, "fednew-time", *flags)[0] == 0
+    found = json.loads((features / "out" / "fednew-time.json").read_text())
+    assert found["tuning"] == {**chosen_before, "file": str(features / "settings.json")}
+    lines = {(line["labels"]["method"], line["labels"]["measure"]): line for line in found["lines"]}
+    cg, built = (lines[f"DP-FedNew, {how}", "accuracy"] for how in ("cg", "Hessians"))
+    assert cg["rounds"] == built["rounds"], "both solvers find the same directions"
+    assert built["settings"]["solver"] == "direct"
+    assert built["settings"]["clients"] == 50
+    assert all(line["rounds"]["2"]["ours"] > 0 for (_, measure), line in lines.items() if measure == "seconds")
+
+
 # -------------------------------------------------------------------------------------------------------------- smoke
 
 
@@ -250,6 +301,9 @@ def test_presets_run_on_stand_ins_for_two_rounds():
     rows = smoked("sofim-3", "sofim-12")
     assert [row["outcome"] for row in rows] == ["ran", "ran"]
     assert all(row["runs"] >= row["lines"] > 0 for row in rows)
+    (row,) = smoked("fednew-time")  # several lines per run
+    assert row["outcome"] == "ran"
+    assert row["lines"] > row["runs"] > 0
 
 
 def test_methods_limit_a_table_of_dp_fednew_to_their_variants():

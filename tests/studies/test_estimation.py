@@ -288,6 +288,12 @@ def test_mnist_files_are_read_and_learnt(tmp_path, capsys, monkeypatch):
         assert found.keys() == estimation.LABELS.keys()
         assert found["fedsgd"].shape == (2,)
         assert found["fedsgd"].mean() > least
+    pixels = estimation.mnist(tmp_path, binary=True, pool=1)
+    assert pixels.x_train.shape == (200, 784)
+    some = estimation.mnist_accuracies(pixels, 50.0, binary=True, clients=4, repetitions=2, methods=("fedsgd",))
+    assert some.keys() == {"fedsgd"}
+    table = estimation_report.mnist_table([estimation.mnist_point(50.0, some)], 0.9)
+    assert table.count("not run") == 3
     quick = estimation.mnist_accuracies.__kwdefaults__ | {"clients": 4, "iterations": 2}
     monkeypatch.setattr(estimation.mnist_accuracies, "__kwdefaults__", quick)
     words = ("--design", "mnist-binary", "--data", str(tmp_path), "--repetitions", "2", "--out", str(tmp_path / "out"))

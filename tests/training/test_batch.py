@@ -1,6 +1,7 @@
 """Many runs at once are the runs one by one."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -160,3 +161,24 @@ def test_counted_noise_is_the_same_however_it_is_drawn(digits, monkeypatch):
     for method, unit in itertools.product(("dp-fedgd", "dp-fedavg", "dp-scaffold", "dp-fedfc"), ("record", "client")):
         runs = [{"seed": s, "epsilon": e} for s, e in ((1, 4.0), (2, 8.0))]
         alike([spec(method=method, unit=unit, rounds=20, **each) for each in runs], digits)
+
+
+def test_cpu_time_grows_by_round_and_leaves_evaluation_out(digits, monkeypatch):
+    from sordino.training import batch
+
+    scores, pause = batch._scores, 0.05
+
+    def slow(*given):
+        began = time.process_time()
+        while time.process_time() - began < pause:
+            pass
+        return scores(*given)
+
+    monkeypatch.setattr(batch, "_scores", slow)
+    runs = run_many([spec(method="dp-fedgd", epsilon=4.0, seed=seed) for seed in (1, 2)], digits)
+    for run in runs:
+        times = [run.cpu_seconds[t] for t in (1, 2, 3)]
+        assert times == sorted(times)
+        assert times[0] > 0
+        assert times[2] - times[0] < pause, "two evaluations took twice as long"
+    assert run_many([spec(method="dp-fedgd", epsilon=4.0)], digits, at=())[0].cpu_seconds.keys() == {3}

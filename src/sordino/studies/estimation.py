@@ -327,17 +327,17 @@ class Digits(NamedTuple):
     y_test: Tensor
 
 
-def mnist(folder: str | Path, *, binary: bool) -> Digits:
+def mnist(folder: str | Path, *, binary: bool, pool: int = POOL) -> Digits:
     """MNIST as 7 x 7 averages of 4 x 4 pixels. Each record is centred and scaled to norm 1 by itself.
 
-    binary: even against odd digits. The folder holds MNIST's four gzipped idx files, such as
-    `mnist-train-images-idx3-ubyte.gz`.
+    binary: even against odd digits. pool: side of the averaged squares, a divisor of 28; 1 keeps all pixels. The
+    folder holds MNIST's four gzipped idx files, such as `mnist-train-images-idx3-ubyte.gz`.
     """
     parts = []
     for part in ("train", "t10k"):
         x = _idx(Path(folder) / f"mnist-{part}-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)
         y = torch.from_numpy(_idx(Path(folder) / f"mnist-{part}-labels-idx1-ubyte.gz", 8).astype(np.int64))
-        small = x.reshape(-1, 28 // POOL, POOL, 28 // POOL, POOL).mean((2, 4), dtype=np.float32).reshape(len(x), -1)
+        small = x.reshape(-1, 28 // pool, pool, 28 // pool, pool).mean((2, 4), dtype=np.float32).reshape(len(x), -1)
         small -= small.mean(1, keepdims=True)
         small /= np.maximum(np.linalg.norm(small, axis=1, keepdims=True), 1e-6)
         parts += [torch.from_numpy(small), y % 2 if binary else y]
@@ -350,13 +350,12 @@ def _idx(path: Path, header: int) -> np.ndarray:
     return np.frombuffer(gzip.decompress(path.read_bytes()), np.uint8, offset=header)
 
 
-def mnist_setup(*, binary: bool) -> Setup:
+def mnist_setup(*, binary: bool, features: int = (28 // POOL) ** 2) -> Setup:
     """Bounds for records of norm 1. The step was chosen by hand, once for all methods and budgets."""
-    d = (28 // POOL) ** 2
     if binary:
-        return Setup(Linear(d, 1, Loss.LOGISTIC, bias=False, radius=1.0), 0.0, 1.0, 0.25, 12.0)
+        return Setup(Linear(features, 1, Loss.LOGISTIC, bias=False, radius=1.0), 0.0, 1.0, 0.25, 12.0)
     # |p - e_y| <= sqrt(2), and diag p - p p^T has Frobenius norm at most 1/2.
-    return Setup(Linear(d, 10, Loss.SOFTMAX, bias=False, radius=1.0), 0.0, math.sqrt(2), 0.5, 12.0)
+    return Setup(Linear(features, 10, Loss.SOFTMAX, bias=False, radius=1.0), 0.0, math.sqrt(2), 0.5, 12.0)
 
 
 def mnist_accuracies(
@@ -369,10 +368,11 @@ def mnist_accuracies(
     iterations: int = 100,
     seed: int = 0,
     device: str = "cpu",
+    methods: Sequence[str] = tuple(LABELS),
     progress: OnProgress = lambda _: None,
 ) -> dict[str, np.ndarray]:
     """Test accuracies by method, one per repetition. Every repetition has the same partition and new noise."""
-    at, n = mnist_setup(binary=binary), len(data.x_train)
+    at, n = mnist_setup(binary=binary, features=data.x_train.shape[1]), len(data.x_train)
     order = torch.from_numpy(np.random.default_rng(seed).permutation(n))
     owner = np.sort(np.arange(n) % clients)
     records = Records.of(data.x_train[order], data.y_train[order], owner, device=device)
@@ -381,6 +381,8 @@ def mnist_accuracies(
     chunk = max(1, MATRICES_AT_ONCE // (clients * at.model.size**2))
     accuracies = {}
     for i, (name, (method, rounds)) in enumerate(contestants(at._replace(floor=noisy), iterations).items()):
+        if name not in methods:
+            continue
         plan, reached = Plan(method, rounds, records.sizes, promise(mu)), list[float]()
         for start in range(0, repetitions, chunk):
             seeds = [(seed, r, i) for r in range(start, min(start + chunk, repetitions))]
@@ -410,7 +412,7 @@ def mnist_point(mu: float, accuracies: dict[str, np.ndarray]) -> dict[str, Any]:
 
 def mnist_pooled(data: Digits, *, binary: bool, steps: int = 2000) -> float:
     """Test accuracy of the same model on pooled records without privacy, by gradient steps with momentum."""
-    at = mnist_setup(binary=binary)
+    at = mnist_setup(binary=binary, features=data.x_train.shape[1])
     shard = Records(data.x_train, data.y_train, np.array([0, len(data.x_train)])).shard(0)
     theta, velocity = at.model.init(), at.model.init()
     for _ in range(steps):

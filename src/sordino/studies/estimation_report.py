@@ -98,10 +98,10 @@ def gap_table(points: Sequence[dict[str, Any]]) -> str:
 def mnist_table(points: Sequence[dict[str, Any]], pooled: float) -> str:
     """Test accuracies in percent."""
 
-    def cell(entry: dict[str, float]) -> str:
-        return f"{100 * entry['accuracy']:.1f} ± {100 * entry['se']:.1f}"
+    def cell(entry: dict[str, float] | None) -> str:
+        return "not run" if entry is None else f"{100 * entry['accuracy']:.1f} ± {100 * entry['se']:.1f}"
 
-    rows = [[f"{p['mu']:g}", *(cell(p["methods"][name]) for name in LABELS)] for p in points]
+    rows = [[f"{p['mu']:g}", *(cell(p["methods"].get(name)) for name in LABELS)] for p in points]
     return markdown(["μ", *LABELS.values()], rows) + f"\n\nPooled records, without privacy: {100 * pooled:.1f} %."
 
 

@@ -52,6 +52,7 @@ class Trained(NamedTuple):
     signal: tuple[float, ...]  # per round, the norm of the aggregate less what noise adds to it; () where unknown
     traffic: tuple[int, int]  # numbers that a client present in every round sent, and received
     seconds: float  # its share of the time of its batch
+    cpu_seconds: dict[int, float]  # its share of the CPU time up to each evaluated round, without evaluation
 
 
 def run_many(
@@ -150,12 +151,16 @@ def _train(
     bare = [stage.local.compute for stage in plans[0].stages] == [gradient]  # the aggregate is the noised gradient
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
     curves: dict[int, dict[str, list[float]]] = {}
+    cpu_began, cpu_seconds = time.process_time(), dict[int, float]()
     norms: list[Tensor] = []
     aggregates: list[Tensor] = []  # whose norms are computed by one call
     sent = received = 0
     for this_round in simulate.run(shared, model, records, sources if len(runs) > 1 else sources[0], theta=theta):
         if at is None or this_round.t + 1 in at or this_round.t + 1 == last:
+            paused = time.process_time()
+            cpu_seconds[this_round.t + 1] = (paused - cpu_began) / len(runs)
             curves[this_round.t + 1] = _scores(model, this_round.model, x, y, metric, loader.data(runs[0]).unit)
+            cpu_began += time.process_time() - paused
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(runs)
         received += numbers((this_round.checkpoint[0], rule.broadcast(this_round.checkpoint[1]))) // len(runs)
@@ -175,8 +180,8 @@ def _train(
         signal = np.sqrt((squares[i] - noise).clip(min=0)) if bare else np.zeros(0)
         scores = {t: values[metric][i] for t, values in curves.items()}
         accuracy = {t: values["accuracy"][i] for t, values in curves.items() if "accuracy" in values}
-        numbers_sent = sent, received
-        yield Trained(run, plan, model, final.cpu(), scores, accuracy, tuple(signal.tolist()), numbers_sent, seconds)
+        traffic, norms_of_run = (sent, received), tuple(signal.tolist())
+        yield Trained(run, plan, model, final.cpu(), scores, accuracy, norms_of_run, traffic, seconds, cpu_seconds)
 
 
 def _norms(aggregates: list[Tensor]) -> Tensor:
