@@ -6,6 +6,7 @@ Writes results/deep_cpu.json.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from sordino.core import Shard
 from sordino.models.nets import cnn
+from sordino.models.per_example import laid_out
 from sordino.models.torch_model import TorchModel
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -50,8 +52,14 @@ def plain(net: nn.Module, x: Tensor, y: Tensor) -> Callable[[], Tensor]:
     return total
 
 
-def opacus(net: nn.Module, x: Tensor, y: Tensor, mode: str) -> Callable[[], Tensor]:
-    sums = ghost(clone(net), x, y, CLIP) if mode == "ghost" else per_example(clone(net), x, y, CLIP, mode)
+def opacus(net: nn.Module, x: Tensor, y: Tensor, mode: str, *, last: bool = False) -> Callable[[], Tensor]:
+    """last: channels come last in memory, as in our own pass; Opacus leaves that to its user."""
+    copy = clone(net)
+    if last:
+        for part in copy.modules():
+            if isinstance(part, nn.Conv2d):
+                part.weight.data = laid_out(part.weight.data)
+    sums = ghost(copy, x, y, CLIP) if mode == "ghost" else per_example(copy, x, y, CLIP, mode)
     return lambda: torch.cat([part.flatten() for part in sums()])
 
 
@@ -72,17 +80,20 @@ def main() -> None:
     torch.manual_seed(0)
     net, x, y = cnn(SHAPE, CLASSES), torch.randn(BATCH, *SHAPE), torch.randint(0, CLASSES, (BATCH,))
     rivals = {f"sordino {mode}": ours(net, x, y, mode) for mode in OURS}
-    rivals |= {f"opacus {mode}": opacus(net, x, y, mode) for mode in ("hooks", "functorch", "ghost")}
     left_out = {}
-    try:
-        ew = opacus(net, x, y, "ew")
-        ew()
-        rivals["opacus ew"] = ew
-    except Exception as error:  # it serves some layers and versions of PyTorch only
-        left_out["opacus ew"] = f"{type(error).__name__}: {error}"[:200]
+    for mode, last in itertools.product(("hooks", "functorch", "ghost", "ew"), (False, True)):
+        name = f"opacus {mode}{', channels last' * last}"
+        try:
+            one = opacus(net, x, y, mode, last=last)
+            one()
+            rivals[name] = one
+        except Exception as error:  # it serves some layers, layouts and versions of PyTorch only
+            left_out[name] = f"{type(error).__name__}: {error}"[:200]
     want = rivals["sordino vmap"]()
     apart = {name: float((f() - want).norm() / want.norm()) for name, f in rivals.items()}
-    assert max(apart.values()) < 1e-3, apart
+    for name in [name for name, error in apart.items() if error >= 1e-3]:
+        left_out[name] = f"its sum is wrong: it differs by {apart.pop(name):.2g} of its norm"
+        del rivals[name]
     rivals["plain"] = plain(net, x, y)
     times: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(arguments.rounds):

@@ -8,6 +8,7 @@ from torch.func import functional_call
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import per_example
+from sordino.models.nets import cnn, resnet18
 from sordino.models.per_example import summed
 from sordino.models.torch_model import TorchModel
 
@@ -319,3 +320,30 @@ def test_the_ghost_norm_is_an_upper_bound_where_terms_cancel():
     use = found.later[0]
     exact = torch.bmm(use.g.double().mT, use.a.double()).square().sum((1, 2))
     assert (found.squares >= exact).all()
+
+
+def test_channels_last_change_the_speed_alone(monkeypatch):
+    """Small networks that pool have them on a CPU, also of one channel, whose layout `contiguous` cannot tell."""
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 64), torch.arange(12) % 10
+    model = TorchModel(cnn((1, 8, 8), 10), shape=(1, 8, 8))
+    seen = []
+
+    def record(module, args, out):
+        seen.append(out.stride(1))
+
+    model.module[3].register_forward_hook(record)
+    shard = Shard(x, y, torch.ones(12))
+    last = model.clipped_sum(model.init(), shard, 0.5)
+    assert set(seen) == {1}
+    monkeypatch.setattr(per_example, "last_channels", lambda module, like: False)
+    first = model.clipped_sum(model.init(), shard, 0.5)
+    assert set(seen) != {1}
+    assert torch.allclose(last, first, rtol=1e-5, atol=1e-6)
+
+
+def test_large_networks_and_those_without_pools_keep_channels_first():
+    like = torch.zeros(1)
+    assert per_example.last_channels(cnn((1, 8, 8), 10), like)
+    assert not per_example.last_channels(resnet18(3, 10), like)
+    assert not per_example.last_channels(nn.Sequential(nn.Conv2d(1, 65, 3), nn.MaxPool2d(2)), like)

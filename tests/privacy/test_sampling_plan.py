@@ -248,25 +248,26 @@ def test_every_client_of_an_allocation_keeps_epsilon_by_its_own_minibatches(trus
     assert max(spent(i, 0.88) for i in (0, 8)) > 2.0
 
 
-def test_accounts_with_epochs_become_few_by_like_rates():
+@pytest.mark.parametrize(
+    ("sampler", "most"), [(Sampler.ALLOCATION, 3 * calibration.EPOCH_RELEASES), (Sampler.POISSON, 3)]
+)
+def test_accounts_become_few_by_like_rates(sampler, most, monkeypatch):
     """Each member keeps to the account of its group, and no group is wider than it must be."""
     sizes = (40, 41, 44, 80, 84, 160, 162, 164)
-    accounts = [
-        SampledAccount([SampledGaussian(4 / size, size / 100, 30, Sampler.ALLOCATION)], 0.1, 2.0) for size in sizes
-    ]
+    accounts = [SampledAccount([SampledGaussian(4 / size, size / 100, 30, sampler)], 0.1, 2.0) for size in sizes]
     assert calibration._few(accounts) is accounts
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calibration, "MOST_EPOCH_ACCOUNTS", 3)
-        few = calibration._few(accounts)
+    monkeypatch.setattr(calibration, "MOST_RELEASES", most)
+    few = calibration._few(accounts)
     covered = sorted((account.releases[0].rate, account.releases[0].mu) for account in few)
     assert covered == [(4 / 160, 1.64), (4 / 80, 0.84), (4 / 40, 0.44)]
 
 
-def test_few_accounts_of_many_clients_need_little_more_noise(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("batch", "most"), [("allocation:4", 6 * calibration.EPOCH_RELEASES), ("poisson:4", 6)])
+def test_few_accounts_of_many_clients_need_little_more_noise(batch, most, monkeypatch, tmp_path):
     monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
-    keys = dict(batch="allocation:4", sizes=tuple(range(40, 80, 4)), rounds=60, epsilon=1.0, **SA)
+    keys = dict(batch=batch, sizes=tuple(range(40, 80, 4)), rounds=60, epsilon=1.0, **SA)
     exact = calibration.summed_noise(plan(**keys))[0]
-    monkeypatch.setattr(calibration, "MOST_EPOCH_ACCOUNTS", 6)
+    monkeypatch.setattr(calibration, "MOST_RELEASES", most)
     few = plan(**keys)
     assert exact < calibration.summed_noise(few)[0] < 1.15 * exact
     assert max(claims(few).values()) <= 1.0

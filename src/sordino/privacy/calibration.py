@@ -37,10 +37,10 @@ from sordino.privacy.releases import (
     release_counts,
     releases,
     sampled_terms,
-    sampler_of,
 )
 
-MOST_EPOCH_ACCOUNTS = 56  # where only sums are visible: each takes some milliseconds
+MOST_RELEASES = 96  # of all accounts, where only sums are visible: each takes some milliseconds
+EPOCH_RELEASES = 2.4  # what one with epochs counts for
 MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
@@ -273,7 +273,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
         needs = [SampledAccount(*part, float(row[-1])) for part, row in zip(parts, accounts, strict=True)]
         if plan.only_sums_visible:
-            needs = _few(needs) if sampler_of(plan) is Sampler.ALLOCATION else needs
+            needs = _few(needs)
             margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
             factors = np.full(1, _largest_factor(needs, delta, adjacency) * margin)
         else:
@@ -325,20 +325,25 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
 
 
 def _few(accounts: list[SampledAccount]) -> list[SampledAccount]:
-    """At most MOST_EPOCH_ACCOUNTS accounts: those whose rates differ by less than some factor, as small as possible,
-    become one that covers them."""
-    if len(accounts) <= MOST_EPOCH_ACCOUNTS:
+    """Accounts with at most MOST_RELEASES sampled releases: those whose rates differ by less than some factor, as small
+    as possible, become one that covers them."""
+    each = max(
+        sum(EPOCH_RELEASES if release.sampler is Sampler.ALLOCATION else 1 for release in account.releases)
+        for account in accounts
+    )
+    most = int(MOST_RELEASES / max(1.0, each))
+    if len(accounts) <= most:
         return accounts
 
     def grouped(factor: float) -> list[list[SampledAccount]]:
         return _grouped(accounts, lambda group: _rates(group[-1]) <= [factor * rate for rate in _rates(group[0])])
 
     low, high = 1.0, 2.0
-    while len(grouped(high)) > MOST_EPOCH_ACCOUNTS and high < MOST_RATIO:
+    while len(grouped(high)) > most and high < MOST_RATIO:
         low, high = high, high**2
     for _ in range(10):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if len(grouped(middle)) > MOST_EPOCH_ACCOUNTS else (low, middle)
+        low, high = (middle, high) if len(grouped(middle)) > most else (low, middle)
     return [_merged(group) for group in grouped(high)]
 
 

@@ -21,7 +21,7 @@ from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
 
 MOST_RATES = 20  # different ones where every message is visible: each has an account of its own
-FEW_RATES = 8  # the same for allocation, whose accounts take longer
+FEW_RATES = 7  # the same for allocation, whose accounts take longer
 
 
 class QueryNoise(NamedTuple):

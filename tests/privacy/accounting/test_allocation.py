@@ -126,6 +126,16 @@ def test_divergences_are_numbers_also_at_huge_factors(way, mu):
     assert ((found >= 0) & (found <= 1)).all()
 
 
+@pytest.mark.parametrize("way", ["remove", "add"])
+@pytest.mark.parametrize("mu", [1e-4, 1e-3])
+def test_much_noise_is_no_error(way, mu):
+    """Where terms are nearly 1, exponentials of all cells with a mass may be 0 beside that of a cell without one."""
+    law = allocation.law(allocation.Epoch(18, 18, mu, way, 1e-9, 0.01))
+    assert np.isfinite(law.losses).all()
+    assert 1 - 1e-9 <= law.masses.sum() + law.infinite <= 1 + 1e-6
+    assert law.infinite <= 1e-8
+
+
 def test_the_first_minibatch_by_itself_is_a_poisson_sample():
     release = SampledGaussian(0.1, 1.3, 1, Sampler.ALLOCATION)
     for adjacency in Adjacency:

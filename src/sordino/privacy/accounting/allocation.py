@@ -255,15 +255,20 @@ def _beyond(values: Array, first: Array, mass: Array, rounds: int, grid: _SumGri
     """The mass of sums above the circle (sign 1) or below it (sign -1), by Chernoff: they would wrap around."""
     end = grid.h * (grid.start + (grid.cells if sign > 0 else 0))
     spread = math.sqrt(rounds * float(mass @ (values - 1) ** 2))
-    best = 0.0
-    for t in sign * np.append(_geometric(5.0, 20.0, 3) / spread, _geometric(3.0, 300.0, 12) / end):
-        exponent = t * values
-        top = float(exponent.max())
-        exponential = np.exp(exponent - top)
-        weight = math.log(float(first @ exponential)) + (rounds - 1) * math.log(float(mass @ exponential))
-        best = min(best, weight + rounds * top - t * end)
-        if best < math.log(grid.cut) - 5:
-            break
+    best, some = 0.0, mass > 0
+    values, first, mass = values[some], first[some], mass[some]  # the largest exponential, 1, has a mass
+    for several in (_geometric(5.0, 20.0, 3) / spread, _geometric(3.0, 300.0, 12) / end):
+        last = math.inf
+        for t in sign * several:
+            exponent = t * values
+            top = float(exponent.max())
+            exponential = np.exp(exponent - top)
+            weight = math.log(float(first @ exponential)) + (rounds - 1) * math.log(float(mass @ exponential))
+            weight += rounds * top - t * end
+            best = min(best, weight)
+            if weight > last or best < math.log(grid.cut) - 5:  # it is convex in t
+                break
+            last = weight
     return math.exp(best)
 
 

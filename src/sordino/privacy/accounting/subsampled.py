@@ -88,6 +88,7 @@ MOMENT_CELLS = 600  # of the losses of an epoch that place a grid
 EPOCH_SPACING = 0.15  # of the losses of an epoch, in standard deviations
 EPOCH_GROWTH = 0.025  # the same of large ones, as a share of the loss
 FEW = 3  # accounts that are searched one by one; more of them share what they find (`scales`)
+MANY = 32  # sampled releases of all accounts, of which more are searched on coarse grids
 CLOSE = 1e-3  # tolerance of a search
 SHARED = 0.002  # the same for many accounts, on less fine grids
 WIDE = 0.005  # the same for many accounts with epochs, on coarse grids
@@ -272,7 +273,8 @@ def limit(account: SampledAccount, delta: float, adjacency: Adjacency) -> float:
 
 
 def tolerance(accounts: Sequence[SampledAccount]) -> float:
-    """The tolerance of searches for these accounts: wider if there are many, and wider still if some have epochs.
+    """The tolerance of searches for these accounts: wider if there are many, and wider still if there are very many or
+    some have epochs.
 
     Args:
       accounts: the accounts.
@@ -280,8 +282,9 @@ def tolerance(accounts: Sequence[SampledAccount]) -> float:
     Returns:
       The tolerance of `scale`.
     """
-    epochs = any(release.sampler is Sampler.ALLOCATION for account in accounts for release in account.releases)
-    return CLOSE if len(accounts) <= FEW else WIDE if epochs else SHARED
+    releases = [release for account in accounts for release in account.releases]
+    slow = len(releases) > MANY or any(release.sampler is Sampler.ALLOCATION for release in releases)
+    return CLOSE if len(accounts) <= FEW else WIDE if slow else SHARED
 
 
 def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
