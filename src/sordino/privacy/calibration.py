@@ -39,8 +39,8 @@ from sordino.privacy.releases import (
     sampled_terms,
 )
 
-MOST_RELEASES = 96  # of all accounts, where only sums are visible: each takes some milliseconds
-EPOCH_RELEASES = 2.4  # what one with epochs counts for
+MOST_RELEASES = 72  # of all accounts, where only sums are visible: each takes some milliseconds
+EPOCH_RELEASES = 1.8  # what one with epochs counts for
 MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
