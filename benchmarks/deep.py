@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -27,6 +26,7 @@ from sordino.models.per_example import laid_out
 from sordino.models.torch_model import TorchModel
 
 sys.path.insert(0, str(Path(__file__).parent))
+import compact
 from opacus_sums import ghost, per_example
 from provenance import provenance
 
@@ -132,7 +132,7 @@ def main() -> None:
         | results
         | {"seconds": times}
     )
-    OUT.write_text(json.dumps(body, indent=1) + "\n")
+    OUT.write_text(compact.text(body), encoding="utf-8")
 
 
 if __name__ == "__main__":

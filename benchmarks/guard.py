@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+import compact
+
 ROOT = Path(__file__).parents[1]
 GROWTH = 0.15  # of a ratio, that is not yet a regression
 SAME = {"arm64": "aarch64", "amd64": "x86_64"}  # names of one architecture on other systems
@@ -112,7 +114,7 @@ def settle(
     rows = compare(old, new)
     show(rows, f"the committed figures of {path.stem}" if old else f"nothing: {path.stem} has no committed figures")
     worse = [row.name for row in rows if row.grew]
-    text = json.dumps(document, indent=1) + "\n"
+    text = compact.text(document)
     if worse and not accept:
         with tempfile.NamedTemporaryFile(
             "w", prefix=f"{path.parent.name}-{path.stem}-", suffix=".json", delete=False, encoding="utf-8"

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+import compact
 import guard
 from provenance import provenance
 from sordino.data.sources import Dataset
@@ -81,7 +82,7 @@ def main(device: str, repeats: int, accept: bool) -> int:
         document["times_faster"] = {name: per[f"{name} one by one"] / per[f"{name} together"] for name in METHODS}
     print(json.dumps({key: value for key, value in document.items() if key != "samples"}, indent=1))
     if device == "cuda":
-        (ROOT / "results" / "many_cuda.json").write_text(json.dumps(document, indent=1) + "\n")
+        (ROOT / "results" / "many_cuda.json").write_text(compact.text(document), encoding="utf-8")
         return 0
     out = guard.place("many_cpu")
     old, new = (guard.together_over_one_by_one(each) for each in (guard.committed(out), document))

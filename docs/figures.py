@@ -92,7 +92,9 @@ def figure(name: str) -> str:
 def figures() -> dict[str, str]:
     """Figures of the comparisons, of digits and of speed, from the samples."""
     values = {
-        "hooks": f"{load('deep_cpu.json')['auto_over_opacus_hooks']:.1f}",
+        "opacus ew": f"{load('deep_cpu.json')['auto_over_opacus']['opacus ew']:.1f}",
+        "opacus ew, last": f"{1 / load('deep_cpu.json')['auto_over_opacus']['opacus ew, channels last']:.1f}",
+        "plain gradient": f"{load('deep_cpu.json')['auto_over_plain']:.1f}",
         "growth": f"{100 * benchmark('guard').GROWTH:.0f}",
         "bet": f"{100 * NormalDist().cdf(load('demo_certificate.json')['mu'] / 2):.0f}",
     }
