@@ -186,11 +186,18 @@ def tables() -> dict[str, str]:
 
 
 def paper_pages() -> dict[str, str]:
-    """The tables of the papers, as `python -m papers` writes them."""
+    """The tables of the papers and their pictures, as `python -m papers` writes them."""
+    from papers import picture
     from papers import tables as papers
 
-    paths = sorted((RESULTS / "paper").glob("*.json"))
-    return {f"{path.stem}.md": papers.markdown(full(load(f"paper/{path.name}"))) for path in paths}
+    pages = {}
+    for path in sorted((RESULTS / "paper").glob("*.json")):
+        document, name = full(load(f"paper/{path.name}")), f"{path.stem}.svg"
+        pages[f"{path.stem}.md"] = papers.markdown(document)
+        if (svg := picture.drawn(document)) is not None:
+            pages[name] = svg
+            pages[f"{path.stem}.md"] += f"\n![{document['about']}]({name})\n"
+    return pages
 
 
 def benchmark(name: str) -> Any:

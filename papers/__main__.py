@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         "--out",
         metavar="DIR",
         default="results/paper",
-        help="where TABLE.md and TABLE.json go (default: results/paper)",
+        help="where TABLE.md, TABLE.json and TABLE.svg go (default: results/paper)",
     )
     add_json(parser)
 

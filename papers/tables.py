@@ -227,11 +227,11 @@ def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -
     names = [key for key in names if len({str(each["labels"].get(key, "")) for each in lines}) > 1] or names[:1]
     rows: dict[tuple[str, ...], dict[Any, str]] = {}
     for each in lines:
-        row = tuple(_word(each["labels"].get(key, "")) for key in names)
+        row = tuple(word(each["labels"].get(key, "")) for key in names)
         figures = each["rounds"]
         if at is None or at in figures:
             rows.setdefault(row, {})[each["labels"][across]] = cell(figures[at or list(figures)[-1]])
-    head = [*names, *(f"{across} {_word(column)}" for column in columns)]
+    head = [*names, *(f"{across} {word(column)}" for column in columns)]
     return head, [[*row, *(cells.get(column, "") for column in columns)] for row, cells in rows.items()]
 
 
@@ -246,7 +246,8 @@ def cell(figure: dict[str, Any]) -> str:
     return f"{ours} ({printed}, {figure['difference']:+z.{digits}f})"
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """A label or a number as pages write it."""
     if isinstance(value, float):
         return "∞" if math.isinf(value) else f"{value:g}"
     return str(value)
@@ -271,10 +272,17 @@ def _table(grid: Grid) -> str:
 
 
 def write(document: dict[str, Any], out: Path) -> list[Path]:
+    """Write the page, the figures as JSON, and, where matplotlib is installed, a picture."""
+    from papers import picture
+
+    texts = {"md": markdown(document), "json": json.dumps(_plain(document), indent=1) + "\n"}
+    if (svg := picture.drawn(document)) is not None:
+        texts["svg"] = svg
     out.mkdir(parents=True, exist_ok=True)
-    files = [out / f"{document['table']}.md", out / f"{document['table']}.json"]
-    files[0].write_text(markdown(document), encoding="utf-8")
-    files[1].write_text(json.dumps(_plain(document), indent=1) + "\n", encoding="utf-8")
+    files = []
+    for ending, text in texts.items():
+        files.append(out / f"{document['table']}.{ending}")
+        files[-1].write_text(text, encoding="utf-8")
     return files
 
 
