@@ -95,3 +95,26 @@ def test_whole_clients_keep_their_steps(monkeypatch):
     one = list(simulate.run(plan, Linear(12, 2), records, Seeded(1)))[-1].model
     monkeypatch.setattr(rare_classes, "RARE", 0.0)
     assert torch.equal(one, list(simulate.run(plan, Linear(12, 2), records, Seeded(1)))[-1].model)
+
+
+def last_model(records, rounds=6, theta=None, **keys):
+    plan = plan_for("auto", records, rounds, epsilon=8.0, **keys)
+    return list(simulate.run(plan, Linear(12, 2), records, Seeded(1), theta=theta))[-1].model
+
+
+@pytest.mark.parametrize("keys", [{"participation": "fixed:1"}, {"batch": "poisson:64"}])
+def test_cohorts_and_minibatches_say_nothing_of_all_records(keys, monkeypatch):
+    """The first cohort may be one client, which has its own shares."""
+    _, _, records = rare_records()
+    one = last_model(records, **keys)
+    monkeypatch.setattr(rare_classes, "RARE", 0.0)
+    assert torch.equal(one, last_model(records, **keys))
+
+
+def test_a_model_that_is_not_zero_keeps_its_intercepts(monkeypatch):
+    _, _, records = rare_records()
+    start = torch.full((26,), 0.01, dtype=torch.float64)
+    one, zero = last_model(records, theta=start), last_model(records)
+    monkeypatch.setattr(rare_classes, "RARE", 0.0)
+    assert torch.equal(one, last_model(records, theta=start))
+    assert not torch.equal(zero, last_model(records))

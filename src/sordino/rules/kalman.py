@@ -134,8 +134,8 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         growth, damping = growth_of(theta, facts)
         before = before._replace(noise=variance, growth=growth, damping=damping)
         state = begun(before, value, V, setting, clip=clip, prior=prior)
-        plain = facts.sizes.sum() and not (facts.numeric or facts.persons) and facts.mean_weight == 1
-        return state._replace(factor=cut_of(value, setting, clip) if plain else ())
+        whole = facts.same_records and facts.mean_weight == 1 and not (facts.numeric or facts.persons)
+        return state._replace(factor=cut_of(value, setting, clip) if whole and facts.sizes.sum() else ())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         shift = torch.zeros_like(theta)
@@ -202,13 +202,18 @@ def cut_of(value: Tensor, setting: Setting, clip: float) -> Tensor:
 
 
 def started(g: Tensor, state: KalmanState, theta: Tensor) -> tuple[Tensor, Tensor, KalmanState]:
-    """How far the first gradient moves the intercepts of rare classes; what is left of it, and the state there."""
+    """How far the first gradient moves the intercepts of rare classes; what is left of it, and the state there.
+
+    Nothing changes if theta is not 0.
+    """
     assert isinstance(state.factor, Tensor)
     outputs = theta.shape[-1] // state.vectors.shape[-1]
     found = intercepts_of(g[..., -outputs:], state.noise.sqrt(), state.factor)
-    shift = torch.nn.functional.pad(found.shift, (theta.shape[-1] - outputs, 0))
-    left = torch.where(found.impurity < 1, 0.0, g)
-    h, P = state.curvature * found.impurity, state.variance * found.impurity.sqrt()
+    at_zero = (theta == 0).all(-1, keepdim=True)
+    impurity = torch.where(at_zero, found.impurity, 1.0)
+    shift = torch.nn.functional.pad(found.shift * at_zero, (theta.shape[-1] - outputs, 0))
+    left = torch.where(impurity < 1, 0.0, g)
+    h, P = state.curvature * impurity, state.variance * impurity.sqrt()
     state = state._replace(curvature=h, variance=P)
     if isinstance(state.secant, Secant):
         state = state._replace(secant=state.secant._replace(theta=state.secant.theta + shift))
