@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -243,3 +244,15 @@ def test_the_page_of_networks_follows_from_the_finished_runs():
     stored = ROOT / "results" / "networks.json"
     if stored.exists():
         assert networks.page(json.loads(stored.read_text())) == stored.with_suffix(".md").read_text()
+
+
+def test_the_largest_eigenvalue_is_that_of_the_whole_hessian():
+    spectra, rng = loaded("spectra"), np.random.default_rng(0)
+    u, p = rng.normal(size=(40, 5)), rng.dirichlet(np.ones(3), size=40)
+    whole = sum(np.kron(np.outer(a, a), np.diag(b) - np.outer(b, b)) for a, b in zip(u, p, strict=True)) / 40
+    assert spectra.largest(u, p) == pytest.approx(np.linalg.eigvalsh(whole)[-1], rel=1e-2)
+
+
+def test_the_page_of_spectra_is_that_of_its_figures():
+    stored = ROOT / "results" / "spectra.json"
+    assert loaded("spectra").page(json.loads(stored.read_text())) == stored.with_suffix(".md").read_text()
