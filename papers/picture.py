@@ -13,7 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from papers.tables import word
 from sordino.errors import SordinoError
 from sordino.studies.estimation_report import pyplot
 from sordino.studies.figures import style
@@ -129,3 +128,10 @@ def _plot(axes: Any, curve: Sequence[Point], name: str, look: dict[str, Any]) ->
     if printed:
         faint = look | {"linestyle": ":", "markerfacecolor": "none", "alpha": 0.7}
         axes.plot(*zip(*printed, strict=True), label=f"{name}, published", **faint)
+
+
+def word(value: Any) -> str:
+    """A label or a number as pages write it."""
+    if isinstance(value, float):
+        return "∞" if math.isinf(value) else f"{value:g}"
+    return str(value)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import sordino
+from papers.picture import drawn, word
 from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
@@ -246,13 +247,6 @@ def cell(figure: dict[str, Any]) -> str:
     return f"{ours} ({printed}, {figure['difference']:+z.{digits}f})"
 
 
-def word(value: Any) -> str:
-    """A label or a number as pages write it."""
-    if isinstance(value, float):
-        return "∞" if math.isinf(value) else f"{value:g}"
-    return str(value)
-
-
 def markdown(document: dict[str, Any]) -> str:
     """The document as a page: the last round, and earlier ones if the paper prints them."""
     parts = [f"# {document['table']}: {document['about']}", f"`{document['command']}` ({document['device']})"]
@@ -273,10 +267,8 @@ def _table(grid: Grid) -> str:
 
 def write(document: dict[str, Any], out: Path) -> list[Path]:
     """Write the page, the figures as JSON, and, where matplotlib is installed, a picture."""
-    from papers import picture
-
     texts = {"md": markdown(document), "json": json.dumps(_plain(document), indent=1) + "\n"}
-    if (svg := picture.drawn(document)) is not None:
+    if (svg := drawn(document)) is not None:
         texts["svg"] = svg
     out.mkdir(parents=True, exist_ok=True)
     files = []
