@@ -347,3 +347,22 @@ def test_large_networks_and_those_without_pools_keep_channels_first():
     assert per_example.last_channels(cnn((1, 8, 8), 10), like)
     assert not per_example.last_channels(resnet18(3, 10), like)
     assert not per_example.last_channels(nn.Sequential(nn.Conv2d(1, 65, 3), nn.MaxPool2d(2)), like)
+
+
+@pytest.mark.parametrize("shape", [(1, 28, 28), (3, 32, 32)])
+@pytest.mark.parametrize("records", [2, 256])
+def test_one_record_moves_a_sum_with_channels_last_by_no_more_than_the_clip(shape, records):
+    """Left out, emptied or replaced, at sizes that run; and by nearly as much."""
+    torch.manual_seed(0)
+    model, clip = TorchModel(cnn(shape, 10), shape=shape), 0.5
+    assert per_example.last_channels(model.module, torch.zeros(1))
+    theta, x, y = 30 * model.init(), 30 * torch.randn(records, model.features), torch.arange(records) % 10
+    y[0] = model.logits(theta, x[:1]).argmin()  # a long gradient
+    there = torch.ones(records)
+    gone, other = there.clone(), x.clone()
+    gone[0], other[0] = 0, -3 * x[0]
+    whole = model.clipped_sum(theta, Shard(x, y, there), clip)
+    for rest in (Shard(x[1:], y[1:], there[1:]), Shard(x, y, gone)):
+        moved = float((whole - model.clipped_sum(theta, rest, clip)).norm())
+        assert 0.99 * clip < moved <= clip
+    assert float((whole - model.clipped_sum(theta, Shard(other, y, there), clip)).norm()) <= 2 * clip
