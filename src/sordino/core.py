@@ -242,6 +242,7 @@ class Model(Protocol):
     # does not serve, and takes clipped_sum(…, clipping=…).
     # One whose terms may be blends of two gradients says so by `serves_blends = True`, and takes
     # clipped_sum(…, blend=Blend(…)).
+    # A linear model whose features can be centred (`Centre`) says so by `serves_centres = True`.
     # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
     # `serves_persons = True`; others are refused at person level.
     # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
@@ -249,7 +250,7 @@ class Model(Protocol):
     # label, probabilities), or of what `Ask.calibration` says of differences.
     # One of two classes whose slope can be calibrated has slope_sum(theta, shard, clip): of what `Ask.slope` says.
     # One that serves second-order methods also has
-    #   gram_sum(shard, clip): of x x^T            curvature_sum(theta, shard, clip): of Hessians
+    #   gram_sum(shard, clip, constant): of u u^T  curvature_sum(theta, shard, clip): of Hessians
     #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
     # One of trees has leaves_sum(theta, shard, clip, tree): of residuals and curvatures by leaf (`Ask.leaves`).
     # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
@@ -597,6 +598,37 @@ class Blend(NamedTuple):
     weights: tuple[float, float]
 
 
+class Centre(NamedTuple):
+    """Public numbers by which features are centred: factor (x - mean) takes the place of x, record by record.
+
+    Attributes:
+        mean: One number per feature.
+        factor: One number.
+    """
+
+    mean: Tensor
+    factor: Tensor
+
+    def parameters(self, theta: Tensor) -> Tensor:
+        """What predicts from centred features as theta, weights and then a bias, predicts from the features."""
+        weight, bias = self._split(theta)
+        bias = bias + (self.mean.to(theta).unsqueeze(-2) @ weight).squeeze(-2)
+        return torch.cat([(weight / self.factor.to(theta).unsqueeze(-1)).flatten(-2), bias], -1)
+
+    def step(self, step: Tensor) -> Tensor:
+        """A step of such parameters as one of theta."""
+        weight, bias = self._split(step)
+        weight = weight * self.factor.to(step).unsqueeze(-1)
+        bias = bias - (self.mean.to(step).unsqueeze(-2) @ weight).squeeze(-2)
+        return torch.cat([weight.flatten(-2), bias], -1)
+
+    def _split(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        features = self.mean.shape[-1]
+        outputs = theta.shape[-1] // (features + 1)
+        weight = theta[..., : features * outputs].reshape(*theta.shape[:-1], features, outputs)
+        return weight, theta[..., features * outputs :]
+
+
 class Ask(Protocol):
     """The only way from a local rule to its data. Answers come divided by `records`, a public number."""
 
@@ -612,12 +644,14 @@ class Ask(Protocol):
         scale: Tensor | None = None,
         part: Tensor | None = None,
         blend: Blend | None = None,
+        centre: Centre | None = None,
     ) -> Tensor:
         """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records.
 
         `blend` adds a second gradient to each record's, and `scale` multiplies the sum entry by entry, before the clip.
         With `part`, numbers of entries of theta, only these entries of a record's gradient are clipped, noised and
-        answered, in this order.
+        answered, in this order. With `centre`, it is the gradient of the same predictions by the parameters of a linear
+        model of centred features.
         """
         ...
 
@@ -649,7 +683,10 @@ class Ask(Protocol):
         """As `curvature`, of g g^T."""
         ...
 
-    def gram(self) -> Tensor: ...
+    def gram(self, constant: float = 1.0) -> Tensor:
+        """Of all records: the mean of u u^T, where u is x, and `constant` if the model has a bias."""
+        ...
+
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
         """Per leaf of a tree and output: the residuals, then the curvatures in `leaf_curvature_unit`.
 

@@ -11,6 +11,7 @@ import torch
 from sordino.core import Broadcast, Divisor, Kind, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.engines.schedule import stage_facts
 from sordino.engines.trace import only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.evidence.charges import charges
@@ -124,7 +125,7 @@ def test_a_difference_would_be_seen(name, unit, records):
     assert not alike(slow, slow[:-1])
     assert not alike(slow, list(simulate.run(plan, model, records, Seeded(2), shares=True)))
     stage, theta = plan.method.stages[0], torch.zeros(model.size)
-    broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, calibration.stage_facts(plan, 0), ())))
+    broadcast = Broadcast(theta, stage.rule.broadcast(stage.rule.init(theta, stage_facts(plan, model, 0), ())))
     if only_asks_for_the_gradient(stage, broadcast) and name != "dp-ftrl":  # clients that come and go: own draws
         assert not alike(slow, list(simulate.run(plan, model, records, Seeded(1), shares=False)))
     louder = replace(plan, noise=1.001 * calibration.summed_noise(plan)[0])

@@ -20,7 +20,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
 from sordino.rules import estimate_covariance, estimates, kalman
 from sordino.rules.estimates import spectrum
-from sordino.rules.kalman import KalmanState
+from sordino.rules.kalman import TRAINED, KalmanState
 from tests import support
 
 MODEL = Linear(3, 4)
@@ -103,7 +103,7 @@ def no_ridge(monkeypatch):
     monkeypatch.setattr(estimates, "TRAINED_LOGIT", math.inf)
 
 
-def test_without_noise_and_clip_the_first_step_is_newtons(no_ridge):
+def test_without_noise_and_clip_the_first_step_is_newtons_over_the_curvature_that_is_expected(no_ridge):
     records = federation()
     plan = plan_for(records, 2, epsilon=math.inf, clip=1e6, early_share=0.0)
     shard, zero = records.fused(np.arange(3), np.ones(3)), torch.zeros(MODEL.size, dtype=torch.float64)
@@ -113,8 +113,8 @@ def test_without_noise_and_clip_the_first_step_is_newtons(no_ridge):
     assert torch.allclose(H, closed)
     g = MODEL.clipped_sum(zero, shard, math.inf) / len(records.y)
     newton = -torch.linalg.pinv(H) @ g
-    assert torch.allclose(last(plan, records), newton, atol=1e-9)
-    assert not torch.allclose(2 * last(plan, records), newton, atol=1e-3)  # the mutant
+    assert torch.allclose(TRAINED * last(plan, records), newton, atol=1e-9)
+    assert not torch.allclose(last(plan, records), newton, atol=1e-3)  # the mutant
 
 
 @pytest.mark.parametrize("doubt", [0.0, 10.0])

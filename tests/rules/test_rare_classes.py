@@ -66,7 +66,7 @@ def rare_records(clients=2):
 
 def test_a_run_ranks_records_of_a_rare_class_better(monkeypatch):
     x, y, records = rare_records()
-    plan = plan_for("auto", records, 10, epsilon=4.0)
+    plan = plan_for("auto", records, 10, epsilon=4.0, centred=False)
 
     def auc():
         theta = list(simulate.run(plan, Linear(12, 2), records, Seeded(1)))[-1].model.view(13, 2).numpy()

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Adjacency, Blend, Shard
+from sordino.core import Adjacency, Blend, Centre, Shard
+from sordino.engines.oracle import centred_records
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
@@ -62,7 +63,11 @@ def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool,
     yield "blended gradient", False, lambda shard: logistic.clipped_sum(two, shard, SUM_CLIP, blend=blend)
     yield "gradient of two runs", False, lambda shard: softmax.clipped_sum(four.expand(2, -1), shard, SUM_CLIP)[0]
     yield "gradient of persons", False, lambda shard: logistic.clipped_sum(two, repeated(shard), SUM_CLIP)
+    centre = Centre(torch.zeros(1, device=device), torch.full((1,), 2.0, device=device))  # the pairs lie about 0
+    about = centre.parameters(four)
+    yield "centred gradient", False, lambda shard: softmax.clipped_sum(about, centred_records(shard, centre), SUM_CLIP)
     yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP)
+    yield "gram, constant 7", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP, 7.0)
     yield "gram of persons", True, lambda shard: pair.gram_sum(repeated(doubled(shard)), SUM_CLIP)
     yield "curvature", True, lambda shard: pair.curvature_sum(three, doubled(shard), SUM_CLIP)
     yield "fisher", True, lambda shard: pair.fisher_sum(three, doubled(shard), SUM_CLIP)

@@ -23,6 +23,7 @@ from sordino.core import (
     SAMPLED,
     Batch,
     Blend,
+    Centre,
     Correlated,
     Facts,
     Kind,
@@ -31,6 +32,7 @@ from sordino.core import (
     Stage,
     Tree,
 )
+from sordino.data.records import row_norms
 from sordino.engines.preconditions import MATRICES, check_message
 from sordino.engines.schedule import ROUNDING, RoundPlan
 from sordino.errors import OverspentError, SordinoError
@@ -102,6 +104,18 @@ def gradient_sum(
         how["blend"] = blend
     total: Tensor = model.clipped_sum(theta, shard, query.clip, *scale, **how)
     return total
+
+
+def centred_records(shard: Shard, centre: Centre) -> Shard:
+    """The records with factor (x - mean) for x, each a function of the record itself and of public numbers.
+
+    They are rounded to the type of x before anything is computed from them, so sums over them have the sensitivity of
+    sums over any other records.
+    """
+    mean, factor = (part.to(shard.x).unsqueeze(-2) for part in centre)
+    x = (shard.x - mean).mul_(factor)
+    length = row_norms(x)
+    return shard._replace(x=x, y=shard.y.expand(length.shape), mask=shard.mask.expand(length.shape), length=length)
 
 
 @contextmanager
@@ -184,6 +198,7 @@ class Oracle:
         scale: Tensor | None = None,
         part: Tensor | None = None,
         blend: Blend | None = None,
+        centre: Centre | None = None,
     ) -> Tensor:
         """The clipped, noised mean gradient at theta; see `Ask.gradient`.
 
@@ -199,6 +214,12 @@ class Oracle:
             scale = inside if scale is None else inside * scale
         number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
         batch = self._drawn(number)
+        if centre is not None:
+            if scale is not None or blend is not None or not getattr(self._model, "serves_centres", False):
+                raise SordinoError(
+                    "centre: features are centred for plain gradients of linear models with a bias; leave it out."
+                )
+            theta, batch = centre.parameters(theta), centred_records(batch, centre)
         self._batch_uses[number] += 1
         place = self._number(Kind.GRADIENT)
         query = self._stage.queries[place]
@@ -246,9 +267,14 @@ class Oracle:
         shard = self._about(Kind.FISHER, on)
         return self._answer(Kind.FISHER, 2, lambda clip: self._model.fisher_sum(theta, shard, clip), on)
 
-    def gram(self) -> Tensor:
-        """The mean of x x^T over clipped records."""
-        return self._answer(Kind.GRAM, 2, lambda clip: self._of_each_run(self._model.gram_sum(self._whole(), clip)))
+    def gram(self, constant: float = 1.0) -> Tensor:
+        """The mean of u u^T over clipped records; see `Ask.gram`."""
+        how = {} if constant == 1 else {"constant": constant}  # only models that serve another constant are told of it
+
+        def total(clip: float) -> Tensor:
+            return self._of_each_run(self._model.gram_sum(self._whole(), clip, **how))
+
+        return self._answer(Kind.GRAM, 2, total)
 
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
         """The noised residuals and curvatures by leaf of one tree; see `Ask.leaves`."""

@@ -41,6 +41,7 @@ from sordino.core import (
     FLAT_CLIPPING,
     SAMPLED,
     Broadcast,
+    Centre,
     Checkpoint,
     Kind,
     Model,
@@ -61,6 +62,7 @@ from sordino.engines.oracle import (
     IntegerStream,
     Oracle,
     along,
+    centred_records,
     gradient_sum,
     noised,
     seeded_dropout,
@@ -78,7 +80,7 @@ from sordino.engines.schedule import (
     round_plans,
     round_plans_of_runs,
 )
-from sordino.engines.trace import only_asks_for_the_gradient
+from sordino.engines.trace import centre_of, only_asks_for_the_gradient
 from sordino.errors import SordinoError
 from sordino.models.cuda_graphs import CapturedGraph
 from sordino.models.softmax_batched import compiled
@@ -90,6 +92,7 @@ from sordino.tree import rebuild, tree_map
 
 MATRIX_BATCH_NUMBERS = 2**24  # numbers of the matrices that a batch of clients sends, which bounds memory
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it; a CUDA graph holds as many
+CENTRED_NUMBERS = 2**27  # of records about the centres of several runs, which bounds memory
 CAPTURED_NUMBERS = 2**22  # parameters of all runs in the rounds of one CUDA graph, which bounds memory
 
 
@@ -167,15 +170,17 @@ def run(
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
             records.keep(round_plan.cohort)
-            done = batched_clients.captured_round(round_plan, theta, state, shares) if fused else None
+            broadcast = Broadcast(theta, rule.broadcast(state))
+            centre = centre_of(broadcast)
+            plain = fused and centre is None
+            done = batched_clients.captured_round(round_plan, theta, state, shares) if plain else None
             if done is not None:
                 aggregate, theta, state = done
             else:
-                broadcast = Broadcast(theta, rule.broadcast(state))
                 if plan.integers is not None:
                     aggregate = batched_clients.integers(round_plan, broadcast, memory, own_caches, stream)
                 elif fused:
-                    aggregate = batched_clients.fused(round_plan, theta, shares)
+                    aggregate = batched_clients.fused(round_plan, theta, centre, shares)
                 else:
                     aggregate, memory = batched_clients.batched(round_plan, broadcast, memory, caches, shares)
                 step, state = preconditions.update(rule, aggregate, state, theta, round_plan.step)
@@ -209,6 +214,7 @@ class BatchedClients:
         self._graphs: dict[float, CapturedGraph] = {}  # of sums, by clip
         self._rounds: dict[int, CapturedRounds | None] = {}  # by the first round of the stage
         self._ahead: tuple[tuple[int, ...], int, Tensor] = ((), 0, torch.zeros(0))
+        self._about: tuple[Centre, Shard] | None = None  # the records about the last centre
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
@@ -262,8 +268,8 @@ class BatchedClients:
             self.plan, self.model, self.records, round_plan, broadcast, own, caches, self.sources[0], stream
         )
 
-    def fused(self, round_plan: RoundPlan, theta: Tensor, shares: bool) -> Tensor:
-        """The weighted sum of all noised gradients, from one matrix."""
+    def fused(self, round_plan: RoundPlan, theta: Tensor, centre: Centre | None, shares: bool) -> Tensor:
+        """The weighted sum of all noised gradients, from one matrix. centre: that they are about; None for no other."""
         if not len(round_plan.cohort):
             return self._noised(theta.new_zeros(theta.shape), round_plan, 0, self._per_record, shares)
         heaviest = self._per_record.max()
@@ -273,11 +279,34 @@ class BatchedClients:
         else:
             shard = self._matrix if full else self.records.fused(round_plan.cohort, self._per_record / heaviest)
         query = round_plan.stage.queries[0]
+        if centre is not None:
+            total = heaviest * self._centred_sum(query, theta, shard, centre, keep=full)
+            return self._noised(total, round_plan, 0, self._per_record, shares)
         if full and self._many_on_gpu(query, theta):
             return self._noised(heaviest * self._sums(round_plan, theta), round_plan, 0, self._per_record, shares)
         with seeded_dropout(self.model, theta, lambda: dropout_seed(self.sources[0], COHORT, round_plan.t, 0)):
             total = heaviest * gradient_sum(self.split, query, theta, shard)
         return self._noised(total, round_plan, 0, self._per_record, shares)
+
+    def _centred_sum(self, query: Query, theta: Tensor, shard: Shard, centre: Centre, *, keep: bool) -> Tensor:
+        """The clipped sum about a centre. Runs have centres of their own, so a few of them are summed at a time.
+
+        keep: hold the centred records until the centre is another one.
+        """
+        few = max(1, CENTRED_NUMBERS // (shard.x.shape[-2] * shard.x.shape[-1]))
+        if not self.lead or len(theta) <= few:
+            known = keep and self._about is not None and self._about[0] is centre
+            about = self._about if known and self._about else (centre, centred_records(shard, centre))
+            self._about = about if keep else None
+            return gradient_sum(self.split, query, centre.parameters(theta), about[1])
+        rows, sums = shard.x.shape[:-1], []
+        for first in range(0, len(theta), few):
+            here = slice(first, first + few)
+            part, own = shard, Centre(centre.mean[here], centre.factor[here])
+            if shard.x.dim() > 2:  # runs have records of their own
+                part = shard._replace(x=shard.x[here], y=shard.y.expand(rows)[here], mask=shard.mask.expand(rows)[here])
+            sums.append(gradient_sum(self.split, query, own.parameters(theta[here]), centred_records(part, own)))
+        return torch.cat(sums)
 
     def captured_round(
         self, round_plan: RoundPlan, theta: Tensor, state: Tree, shares: bool

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sordino.core import Broadcast, Kind, Model, Shard, Stage, Tree, forget, keep, nothing
+from sordino.core import Broadcast, Centre, Kind, Model, Shard, Stage, Tree, forget, keep, nothing
 from sordino.engines.oracle import Oracle
 from sordino.engines.preconditions import MATRICES, check_kinds
 from sordino.engines.schedule import stage_facts
@@ -23,14 +23,24 @@ class _AsksMoreError(Exception):
 
 
 class _GradientProbe:
-    """Stands in for `ask`: answers one gradient query at theta and rejects every other question."""
+    """Stands in for `ask`: answers one gradient query at theta, about the broadcast centre if there is one, and rejects
+    every other question."""
 
-    def __init__(self, theta: Tensor) -> None:
-        self._theta, self._asked = theta, False
-        self.answer = torch.zeros_like(theta)
+    def __init__(self, broadcast: Broadcast) -> None:
+        self._theta, self._centre, self._asked = broadcast.theta, centre_of(broadcast), False
+        self.answer = torch.zeros_like(broadcast.theta)
 
-    def gradient(self, theta: Tensor, on: Any = None, scale: Any = None, part: Any = None, blend: Any = None) -> Tensor:
-        if theta is not self._theta or self._asked or any(each is not None for each in (on, scale, part, blend)):
+    def gradient(
+        self,
+        theta: Tensor,
+        on: Any = None,
+        scale: Any = None,
+        part: Any = None,
+        blend: Any = None,
+        centre: Any = None,
+    ) -> Tensor:
+        plain = theta is self._theta and centre is self._centre
+        if not plain or self._asked or any(each is not None for each in (on, scale, part, blend)):
             raise _AsksMoreError
         self._asked = True
         return self.answer
@@ -39,8 +49,15 @@ class _GradientProbe:
         raise _AsksMoreError
 
 
+def centre_of(broadcast: Broadcast) -> Centre | None:
+    """The centre that is broadcast beside theta, if one is."""
+    return broadcast.extras if isinstance(broadcast.extras, Centre) else None
+
+
 def only_asks_for_the_gradient(stage: Stage, broadcast: Broadcast) -> bool:
     """Whether every client of the stage sends its gradient at the broadcast theta, unchanged, and nothing else.
+
+    If a centre is broadcast, the gradient must be about it.
 
     Args:
         stage: The stage whose local rule is traced.
@@ -54,7 +71,7 @@ def only_asks_for_the_gradient(stage: Stage, broadcast: Broadcast) -> bool:
         return False
     if [query.kind for query in stage.queries] != [Kind.GRADIENT]:
         return False
-    probe = _GradientProbe(broadcast.theta)
+    probe = _GradientProbe(broadcast)
     try:
         return local.compute(probe, broadcast, (), ()) is probe.answer
     except _AsksMoreError:

@@ -86,7 +86,7 @@ REGISTRY: dict[str, MethodEntry] = {
             clips="clip radius",
             counts="intervals few_rounds minibatches",
             weights="prior doubt early_share covariance_share",
-            choices="network",
+            choices="network centred",
         ),
     ),
     "dp-fedgd": MethodEntry(

@@ -185,13 +185,13 @@ class Hazards:
         return sum_over(shard, part_sum, self._rows(shard))
 
     @exact_arithmetic()
-    def gram_sum(self, shard: Shard, clip: float) -> Tensor:
-        """The sum of u u^T, u = (x, 1), each clipped to Frobenius norm `clip`. Labels do not matter."""
+    def gram_sum(self, shard: Shard, clip: float, constant: float = 1.0) -> Tensor:
+        """The sum of u u^T, u = (x, constant), each clipped to Frobenius norm `clip`. Labels do not matter."""
 
         def total(part: Shard) -> Tensor:
             x, length, fine = self._usable(part)
-            u = torch.cat([x, fine.expand(x.shape[:-1]).unsqueeze(-1)], -1)
-            factor = shared_bound(length.square() + 1, clip, part)
+            u = torch.cat([x, constant * fine.expand(x.shape[:-1]).unsqueeze(-1)], -1)
+            factor = shared_bound(length.square() + constant**2, clip, part)
             return outer(u * (factor.sqrt() * part.mask).unsqueeze(-1))
 
         return sum_over(shard, total)

@@ -100,6 +100,10 @@ class Linear:
             raise SordinoError("radius, residual, cap: radius and residual must be above 0, and cap must be a number.")
 
     @property
+    def serves_centres(self) -> bool:
+        return self.bias  # which takes up the mean
+
+    @property
     def size(self) -> int:
         return (self.features + self.bias) * self.outputs
 
@@ -301,12 +305,13 @@ class Linear:
         return sum_over(shard, total)
 
     @exact_arithmetic()
-    def gram_sum(self, shard: Shard, clip: float) -> Tensor:
-        """The sum of u u^T, each clipped to Frobenius norm `clip`, then weighed by its class."""
+    def gram_sum(self, shard: Shard, clip: float, constant: float = 1.0) -> Tensor:
+        """The sum of u u^T, u = (x, constant), each clipped to Frobenius norm `clip`, then weighed by its class."""
 
         def total(part: Shard) -> Tensor:
             part = self._usable(part)
-            return outer(self._long(part, self._weighed(shared_bound(self._squared(part), clip, part), part)))
+            factor = shared_bound(self._length(part, constant).double().square(), clip, part)
+            return outer(self._long(part, self._weighed(factor, part), constant))
 
         return sum_over(shard, total)
 
@@ -503,13 +508,9 @@ class Linear:
         length = None if shard.length is None else shard.length.masked_fill(~fine, 0)
         return shard._replace(x=x, mask=shard.mask * fine, length=length)
 
-    def _squared(self, shard: Shard) -> Tensor:
-        """|u|^2, the norm of u u^T. It is infinite if it overflows; the factor of the record is then zero."""
-        return self._length(shard).double().square()
-
-    def _long(self, shard: Shard, factor: Tensor) -> Tensor:
-        """sqrt(factor) u of every record."""
-        u = torch.cat([shard.x, torch.ones_like(shard.x[..., :1])], -1) if self.bias else shard.x
+    def _long(self, shard: Shard, factor: Tensor, constant: float = 1.0) -> Tensor:
+        """sqrt(factor) u of every record, u = (x, constant)."""
+        u = torch.cat([shard.x, torch.full_like(shard.x[..., :1], constant)], -1) if self.bias else shard.x
         root = factor.sqrt()
         root = root.masked_fill(root < torch.finfo(u.dtype).tiny, 0)  # too few digits to keep the bound
         return u * (root.to(u) * shard.mask.sqrt()).unsqueeze(-1)
@@ -538,10 +539,10 @@ class Linear:
     def _mallows(self, length: Tensor) -> Tensor:
         return (self.radius / length.clamp_min(self.radius)).square() if math.isfinite(self.radius) else length * 0 + 1
 
-    def _length(self, shard: Shard) -> Tensor:
-        """The norm of (x, 1)."""
+    def _length(self, shard: Shard, constant: float = 1.0) -> Tensor:
+        """The norm of u = (x, constant)."""
         norm = torch.linalg.vector_norm(shard.x, dim=-1, dtype=torch.float64) if shard.length is None else shard.length
-        return (torch.hypot(norm, norm.new_ones(())) if self.bias else norm).to(shard.x.dtype)
+        return (torch.hypot(norm, norm.new_full((), constant)) if self.bias else norm).to(shard.x.dtype)
 
     def _residual(self, theta: Tensor, shard: Shard, length: Tensor) -> Tensor:
         """d loss / d logits of every record, in a new tensor that may be overwritten."""

@@ -99,18 +99,19 @@ def pull_of(theta: Tensor, facts: Facts, clip: float, mean_noise: Tensor) -> Ten
     return sampling / (sampling + mean_noise) / (TRAINED_LOGIT**2 * records)
 
 
-def spectrum(A: Tensor, std: Tensor, most: float) -> tuple[Tensor, Tensor]:
+def spectrum(A: Tensor, std: Tensor, most: float, trace: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of a mean of u u^T, |u|^2 at most `most`, estimated from its noised value.
 
     Symmetric noise of this std (on the diagonal; std / sqrt 2 off it) has eigenvalues up to edge = std sqrt(2 rows),
     and turns an eigenvalue v into v + edge^2 / 4 v. Eigenvalues above the edge are corrected to v. The others cannot be
-    distinguished, and share the rest of the trace.
+    distinguished, and share the rest of the trace, which is that of the noised matrix if it is not given.
     """
     rows = A.shape[-1]
     noised, vectors = torch.linalg.eigh((A + A.transpose(-1, -2)).double() / 2)
     std = std.to(noised)
     edge = edge_of(std, rows)
-    trace = noised.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
+    if trace is None:
+        trace = noised.sum(-1, keepdim=True).maximum(std * math.sqrt(rows)).clamp(FLOOR**3 * most, most)
     above = noised > edge
     value = torch.where(above, (noised + (noised.square() - edge.square()).clamp_min(0).sqrt()) / 2, 0.0).minimum(trace)
     rest = (trace - value.sum(-1, keepdim=True)).maximum(std) / (~above).sum(-1, keepdim=True).clamp_min(1)

@@ -28,10 +28,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from sordino.core import Facts, Rule, Tree
+from sordino.core import Centre, Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.baseline import Baseline, recalibrated
+from sordino.rules.centring import find_centre, no_centre, with_one
 from sordino.rules.estimates import (
     MIN_VARIANCE,
     Secant,
@@ -49,8 +50,10 @@ from sordino.rules.estimates import (
     unmeasured,
 )
 from sordino.rules.rare_classes import intercepts_of
+from sordino.tree import tree_map
 
 DAMPING = 2.0  # of rates and hazards: a third of Newton's step
+TRAINED = 0.5  # the curvature of classes as they are fitted over that at zero; where it is more, `measured` shows it
 
 
 class SurvivalSetting(NamedTuple):
@@ -76,13 +79,17 @@ class KalmanState(NamedTuple):
     ridge: Tensor | tuple[()] = ()  # of classes, what pulls weights towards 0 per unit of them
     secant: Secant | tuple[()] = ()  # of classes, the curvature that released gradients show
     factor: Tensor | tuple[()] = ()  # of classes, by which the clip cuts the first gradient of a record; later ()
+    centre: Centre | tuple[()] = ()  # that gradients are about; () if features stay as they are
+    level: Tensor | tuple[()] = ()  # the expected mean weight of a record, until A is known
 
 
-def estimate_covariance(most: float) -> Rule:
-    """Store the spectrum of the noised covariance A for `kalman`.
+def estimate_covariance(most: float, constant: float | None = None) -> Rule:
+    """Store the spectrum of the noised covariance A for `kalman`, and the centre of the records.
 
     Args:
         most: Bound on |u|^2.
+        constant: The last feature of u, if records shall be centred; those with numbers for labels are not. None if it
+            is 1, and they stay as they are.
 
     Returns:
         A rule that leaves theta unchanged. If no client takes part, its vectors stay a 1 x 1 placeholder.
@@ -91,12 +98,19 @@ def estimate_covariance(most: float) -> Rule:
     def init(theta: Tensor, facts: Facts, before: Tree) -> KalmanState:
         one, std = theta.new_ones(1), std_of(theta, facts)
         zero, secant = 0 * one, unmeasured(theta, facts)
-        return KalmanState(one.view(1, 1), one, one, std, zero, zero, zero, one[:0], secant=secant)
+        centre = () if constant is None or facts.numeric else no_centre(theta, facts)
+        state = KalmanState(one.view(1, 1), one, one, std, zero, zero, zero, one[:0], secant=secant)
+        return state._replace(centre=centre, level=facts.mean_weight * one)
 
     def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
-        rows = math.isqrt(A[(0,) * (theta.dim() - 1)].numel())
-        value, V = spectrum(A.reshape(*theta.shape[:-1], rows, rows), state.noise, most)
-        after = state._replace(vectors=V, curvature=value, variance=value.reciprocal())
+        rows, centre = math.isqrt(A[(0,) * (theta.dim() - 1)].numel()), state.centre
+        A = A.reshape(*theta.shape[:-1], rows, rows)
+        if constant is not None and isinstance(centre, Centre) and isinstance(state.level, Tensor):
+            centre, value, V = find_centre(A, state.noise, most, constant, state.level)
+        else:
+            value, V = spectrum(A if constant is None else with_one(A, constant), state.noise, most)
+        value, V, centre = tree_map(lambda part: part.to(theta), (value, V, centre))
+        after = state._replace(vectors=V, curvature=value, variance=value.reciprocal(), centre=centre, level=())
         return torch.zeros_like(theta), after
 
     return Rule(init, update)
@@ -133,11 +147,13 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         setting = setting_of(theta, facts, clip, before.noise, variance * (part / facts.rounds))
         growth, damping = growth_of(theta, facts)
         before = before._replace(noise=variance, growth=growth, damping=damping)
-        state = begun(before, value, V, setting, clip=clip, prior=prior)
+        trained = TRAINED if isinstance(before.secant, Secant) else 1.0
+        state = begun(before, value, V, setting, clip=clip, prior=prior, trained=trained)
         whole = facts.same_records and facts.mean_weight == 1 and not (facts.numeric or facts.persons)
         return state._replace(factor=cut_of(value, setting, clip) if whole and facts.sizes.sum() else ())
 
     def update(g: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
+        theta = state.centre.parameters(theta) if isinstance(state.centre, Centre) else theta
         shift = torch.zeros_like(theta)
         if t < 1 and isinstance(state.factor, Tensor):
             shift, g, state = started(g, state, theta)
@@ -155,12 +171,13 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         if isinstance(secant, Secant):
             outputs = theta.shape[-1] // V.shape[-1]
             secant = secant._replace(bias=outputs * variance * K.sum(-1, keepdim=True))
-        return shift + step, state._replace(variance=P * (1 - 1 / (1 + doubt + noise)), secant=secant)
+        step = state.centre.step(shift + step) if isinstance(state.centre, Centre) else shift + step
+        return step, state._replace(variance=P * (1 - 1 / (1 + doubt + noise)), secant=secant)
 
     def model(theta: Tensor, state: KalmanState) -> Tensor:
         return unshifted(theta, state)
 
-    return Rule(init, update, model=model)
+    return Rule(init, update, broadcast=lambda state: state.centre, model=model)
 
 
 def growth_of(theta: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
@@ -170,7 +187,14 @@ def growth_of(theta: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:
 
 
 def begun(
-    state: KalmanState, value: Tensor, vectors: Tensor, setting: Setting, *, clip: float, prior: float
+    state: KalmanState,
+    value: Tensor,
+    vectors: Tensor,
+    setting: Setting,
+    *,
+    clip: float,
+    prior: float,
+    trained: float = 1.0,
 ) -> KalmanState:
     """The state before the first step.
 
@@ -181,6 +205,7 @@ def begun(
         setting: Public numbers.
         clip: Clip of a record's gradient.
         prior: Standard deviation of a logit before training.
+        trained: The curvature over that at zero.
 
     Returns:
         The state with the curvature and the prior along the eigenvectors, and the ridge.
@@ -190,7 +215,7 @@ def begun(
     # An eigenvalue below the edge may be as large as it: where it must, a step goes no further.
     edge = edge_of(setting.covariance_std.to(value), rows)
     certain = torch.where(setting.careful > 0, value.maximum(edge), value)
-    h = certain / outputs * cut_of(value, setting, clip)  # clipping lowers the curvature
+    h = trained * certain / outputs * cut_of(value, setting, clip)  # clipping lowers the curvature
     P = prior**2 / (rows * value)
     P = torch.where(setting.numeric > 0, P, raised(h, P, setting.mean_noise))  # of numbers, a larger model is wrong
     return state._replace(vectors=vectors, curvature=h, variance=P, ridge=setting.pull * length.square())

@@ -1,0 +1,69 @@
+"""The centre of the records, from a noised mean of u u^T, u = (x, constant).
+
+Its last row is the mean of the records times the constant. About their mean, records are shorter, so they can be scaled
+up within the same clip: the gradients say more in the same noise. And the intercepts no longer depend on the weights.
+"""
+
+from __future__ import annotations
+
+import math
+
+from sordino.core import Centre, Facts
+from sordino.lazy import Tensor, torch
+from sordino.rules.estimates import spectrum
+
+SPREAD_DOUBT = 0.1  # how far the mean of |x|^2 may lie below its bound, over the bound, before A is known
+LEVEL_DOUBT = 0.1  # the same of the mean weight of a record
+LEAST_SPREAD = 0.1  # of the bound, that is left about the centre; it bounds the factor
+
+
+def no_centre(theta: Tensor, facts: Facts) -> Centre:
+    """The centre before it is known: features stay as they are."""
+    rows, _ = facts.shapes[0]
+    return Centre(theta.new_zeros(*theta.shape[:-1], rows - 1), torch.ones_like(theta[..., :1]))
+
+
+def with_one(A: Tensor, constant: float) -> Tensor:
+    """The mean of u u^T with u = (x, 1), from that with u = (x, constant)."""
+    scale = torch.nn.functional.pad(torch.ones_like(A[..., -1, :-1]), (0, 1), value=1 / constant)
+    return scale.unsqueeze(-1) * A * scale.unsqueeze(-2)
+
+
+def find_centre(A: Tensor, std: Tensor, most: float, constant: float, weight: Tensor) -> tuple[Centre, Tensor, Tensor]:
+    """The centre, and the spectrum of the mean of u u^T with u = (factor (x - mean), 1).
+
+    Much noise leaves the records where they are: the mean is multiplied by the part of its square that is not noise.
+    With class weights the last entry of A tells the mean weight of a record.
+
+    Args:
+        A: The noised mean of u u^T, u = (x, constant).
+        std: Of the noise on its diagonal; off it, over sqrt 2.
+        most: Bound on |u|^2.
+        constant: The last feature of u.
+        weight: The expected mean weight of a record.
+
+    Returns:
+        The centre, and the eigenvalues and eigenvectors; the last ones are those of the constant feature.
+    """
+    A, std, weight = A.double(), std.double(), weight.double()
+    features, bound = A.shape[-1] - 1, most - constant**2
+    level = shrunk(A[..., -1, -1:] / constant**2, std / constant**2, weight, LEVEL_DOUBT * weight)
+    level = level.maximum(weight / 2).clamp_max(1)
+    mean = A[..., -1, :-1] / (constant * level)
+    square = mean.square().sum(-1, keepdim=True).clamp_min(torch.finfo(A.dtype).tiny)
+    noise = features * (std / (math.sqrt(2) * constant * level)).square()
+    mean = mean * (1 - noise / square).clamp_min(0) * (bound / square).sqrt().clamp_max(1)
+    spread = A[..., :-1, :-1] - (level * mean).unsqueeze(-1) * mean.unsqueeze(-2)
+    trace = A.diagonal(dim1=-2, dim2=-1)[..., :-1].sum(-1, keepdim=True)  # the mean of |x|^2
+    trace = shrunk(trace / level, math.sqrt(features) * std / level, bound, SPREAD_DOUBT * bound).clamp_max(bound)
+    left = (trace - mean.square().sum(-1, keepdim=True)).clamp(LEAST_SPREAD * bound, bound)
+    value, vectors = spectrum(spread * (bound / left).unsqueeze(-1), std * bound / left, most, level * bound)
+    vectors = torch.nn.functional.pad(vectors, (0, 1, 0, 1))
+    vectors[..., -1, -1] = 1
+    return Centre(mean, (bound / left).sqrt()), torch.cat([value, level], -1), vectors
+
+
+def shrunk(value: Tensor, std: Tensor, expected: Tensor | float, doubt: Tensor | float) -> Tensor:
+    """A noised number, nearer to what was expected the larger its noise is over the doubt about that."""
+    weight = (std / doubt).square()
+    return (value + weight * expected) / (1 + weight)
