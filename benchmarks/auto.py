@@ -85,6 +85,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "no square roots": {"records": "no square roots"},
     "record's mean not subtracted": {"records": "no mean"},
     "raw records": {"records": "none"},
+    "not about the mean of the records": {"centred": False},
     "no covariance": {"covariance_share": 1e-9},
     "no doubt factor": {"doubt": 0.0},
     "same budget in all rounds": {"early_share": 0.0},

@@ -9,7 +9,7 @@ from sordino.core import Shard
 from sordino.models import kernel
 from sordino.models.linear import Linear, Loss
 
-QUERIES = 12
+QUERIES = 14
 
 
 @pytest.mark.parametrize("compiled", [True, False])

@@ -77,12 +77,12 @@ def auto(
 
     Guarantee:
         Released: The noised mean of u u^T, u = (x, 0.7 radius), in the first round, then one noised gradient per round.
-            Of survival, before these, the noised histogram of labels by interval. With few_rounds, all three together in
-            the first round. Of a network, only noised gradients: `minibatches` per round, each of one minibatch, or of
-            all records where a run has no minibatches.
-        Sensitivity: Covariance: 1.49 radius^2, or sqrt(2) times that if a unit is replaced; without `centred` and of
-            survival 1 + radius^2. Gradient: clip, or 2 clip.
-            Histogram: 1, or sqrt(2). With few_rounds at client level, a client's first message: 1, or 2.
+            Of survival, before these, the noised histogram of labels by interval. With few_rounds, all three together
+            in the first round. Of a network, only noised gradients: `minibatches` per round, each of one minibatch, or
+            of all records where a run has no minibatches.
+        Sensitivity: Covariance: 1.49 radius^2, or sqrt(2) times that if a unit is replaced; where nothing is centred,
+            1 + radius^2. Gradient: clip, or 2 clip. Histogram: 1, or sqrt(2). With few_rounds at client level, a
+            client's first message: 1, or 2.
         Proved for: record and client level (networks: record and person level); untrusted-server, secure-aggregation
             and trusted-server. With several minibatches per round, untrusted-server only.
         Reason: Every release is linear, and the steps are computed from releases and public numbers. A mean of several

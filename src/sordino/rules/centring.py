@@ -1,7 +1,8 @@
 """The centre of the records, from a noised mean of u u^T, u = (x, constant).
 
-Its last row is the mean of the records times the constant. About their mean, records are shorter, so they can be scaled
-up within the same clip: the gradients say more in the same noise. And the intercepts no longer depend on the weights.
+Its last row is the mean of the records times the constant. About their mean, records are shorter. They are scaled to
+the length that they had, so that gradients say more within the same clip and noise. And intercepts no longer depend on
+the weights.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from sordino.rules.estimates import spectrum
 
 SPREAD_DOUBT = 0.1  # how far the mean of |x|^2 may lie below its bound, over the bound, before A is known
 LEVEL_DOUBT = 0.1  # the same of the mean weight of a record
-LEAST_SPREAD = 0.1  # of the bound, that is left about the centre; it bounds the factor
+LEAST_SPREAD = 0.1  # of the mean of |x|^2, that is left about the centre; it bounds the factor
 
 
 def no_centre(theta: Tensor, facts: Facts) -> Centre:
@@ -56,11 +57,12 @@ def find_centre(A: Tensor, std: Tensor, most: float, constant: float, weight: Te
     spread = A[..., :-1, :-1] - (level * mean).unsqueeze(-1) * mean.unsqueeze(-2)
     trace = A.diagonal(dim1=-2, dim2=-1)[..., :-1].sum(-1, keepdim=True)  # the mean of |x|^2
     trace = shrunk(trace / level, math.sqrt(features) * std / level, bound, SPREAD_DOUBT * bound).clamp_max(bound)
-    left = (trace - mean.square().sum(-1, keepdim=True)).clamp(LEAST_SPREAD * bound, bound)
-    value, vectors = spectrum(spread * (bound / left).unsqueeze(-1), std * bound / left, most, level * bound)
+    trace = trace.clamp_min(LEAST_SPREAD * bound)
+    scale = trace / (trace - mean.square().sum(-1, keepdim=True)).maximum(LEAST_SPREAD * trace)
+    value, vectors = spectrum(spread * scale.unsqueeze(-1), std * scale, most, level * trace)
     vectors = torch.nn.functional.pad(vectors, (0, 1, 0, 1))
     vectors[..., -1, -1] = 1
-    return Centre(mean, (bound / left).sqrt()), torch.cat([value, level], -1), vectors
+    return Centre(mean, scale.sqrt()), torch.cat([value, level], -1), vectors
 
 
 def shrunk(value: Tensor, std: Tensor, expected: Tensor | float, doubt: Tensor | float) -> Tensor:
