@@ -48,3 +48,15 @@ def test_a_run_of_few_rounds_is_certified(tmp_path, task, rounds):
 )
 def test_a_run_tells_auto_how_few_rounds_there_are(values, few):
     assert resolve(Spec.of(values)).options.get("few_rounds") == few
+
+
+@pytest.mark.parametrize(("task", "centred"), [("classes", True), *((task, False) for task in list(TARGETS)[1:])])
+def test_a_run_tells_auto_whether_records_are_centred(tmp_path, task, centred):
+    schema = tmp_path / "schema.toml"
+    schema.write_text(TARGETS[task] + COLUMNS)
+    resolved = resolve(Spec.of({"data": str(tmp_path / "train.csv"), "schema": str(schema)}))
+    assert resolved.options["centred"] is centred
+    first = resolved.method.stages[1 if task == "survival" else 0].queries[0]
+    assert first.clip == pytest.approx(149.0 if centred else 101.0)
+    kept = resolve(Spec.of({"data": str(tmp_path / "train.csv"), "schema": str(schema), "centred": False}))
+    assert kept.options["centred"] is False

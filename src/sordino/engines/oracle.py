@@ -217,7 +217,8 @@ class Oracle:
         if centre is not None:
             if scale is not None or blend is not None or not getattr(self._model, "serves_centres", False):
                 raise SordinoError(
-                    "centre: features are centred for plain gradients of linear models with a bias; leave it out."
+                    "centre: features are centred for plain gradients of linear models with a bias; use such a model, "
+                    "or leave it out (auto: centred = false)."
                 )
             theta, batch = centre.parameters(theta), centred_records(batch, centre)
         self._batch_uses[number] += 1

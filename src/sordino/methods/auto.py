@@ -4,10 +4,9 @@ The first round releases the mean of u u^T, u = (x, k) with k = CONSTANT radius:
 norm radius^2 + k^2, and replacing it costs sqrt 2 times that, because the matrices are positive semi-definite. It tells
 the mean of the records too (`rules.centring`). All other rounds release a gradient about that mean and take Kalman's
 steps (`rules.kalman`). A record is centred by itself, by released numbers, so its gradient is clipped and accounted for
-as in DP-FedGD. The first EARLY_ROUNDS of them get a larger part of
-the budget, so that the model is useful long before the last round; later rounds still use what they released. Every
-release is linear, so every trust model is proved. Records should have one norm, `radius`: a run scales them
-(`normalize = record`).
+as in DP-FedGD. The first EARLY_ROUNDS gradients get a larger part of the budget, so that the model is useful long
+before the last round; later rounds still use what they released. Every release is linear, so every trust model is
+proved. Records should have one norm, `radius`: a run scales them (`normalize = record`).
 
 A survival model begins with a noised histogram of labels, its life table (`rules.life_table`), which gives the baseline
 hazards. A run of fewer rounds than all that needs releases it in the first round (`methods.few_rounds`). A network has

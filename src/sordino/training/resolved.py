@@ -767,7 +767,7 @@ def _person_column(spec: Spec, schema: Schema | None) -> str | None:
 
 def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
     """What `auto` needs to know of a run: whether the model is a network and takes several minibatches per round, how
-    many intervals there are for survival, whether records of numbers are centred, and whether rounds are few."""
+    many intervals there are for survival, whether records are centred, and whether rounds are few."""
     if spec.method != "auto":
         return {}
     if registry.entry(spec.model).network:
@@ -776,7 +776,8 @@ def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if schema is not None and schema.target is not None and schema.task == "survival":
         options["intervals"] = len(schema.target.intervals) - 1
-    if (schema is not None and schema.target is not None and not schema.classes) or spec.model in registry.of_numbers():
+    numbers = schema is not None and schema.target is not None and not schema.classes
+    if numbers or spec.model in registry.of_numbers():
         options["centred"] = False
     given = {**entry(spec.method).options, **options, **spec.options}
     added = added_rounds(_calibrate(spec, schema), spec.calibrate_slope)
