@@ -47,6 +47,17 @@ def test_halved_noise_is_found_out(unit, adjacency):
     assert found.tries == 3, "nobody is accused on the strength of one attack"
 
 
+def test_auto_is_audited_about_its_centre(monkeypatch):
+    """On classes. The command attacks it with numbers for labels, whose records are not centred."""
+    monkeypatch.setattr("sordino.checks.audit.attacks._calibrates", lambda method: True)
+    privacy = Privacy(1.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
+    found = audit("auto", privacy, runs=3 * FEW, seed=1)
+    assert not found.broken
+    assert found.reach > 0.95
+    assert found.lower_gaussian > 0.6
+    assert audit("auto", privacy, runs=FEW // 2, seed=1, noise_factor=0.5).broken
+
+
 def test_the_noise_that_ships_is_what_is_audited():
     """Without a seed: secret noise, on its grid."""
     found = audit("dp-fedgd", runs=FEW)
