@@ -1,10 +1,12 @@
 """Audits of everything that is certified: results/audit.json and results/audit.md.
 
-    python benchmarks/audit.py [--seconds 240] [--again]
+    python benchmarks/audit.py [--seconds 240] [--again] [--renew METHOD]
 
 The rows are those of `sordino audit --all --seed 1`. They take 40 minutes on one core, so the command works in
-pieces: it goes on where the last one ended, and stops after so many seconds. `--again` begins anew. `--page` only
-writes the page. results/black_box.json and results/fuzz.json, where they exist, are shown on the page as well.
+pieces: it goes on where the last one ended, and stops after so many seconds. `--again` begins anew, and `--renew` drops
+the rows of one method, which were all measured at the first commit that is named, so that they are measured now.
+`--page` only writes the page. results/black_box.json and results/fuzz.json, where they exist, are shown on the page as
+well.
 """
 
 from __future__ import annotations
@@ -74,6 +76,16 @@ def write(rows: list[list[Any]], one_run: list[list[float]] | None = None, again
         }
     )
     (RESULTS / "audit.json").write_text(f'{head[:-1]}, "rows": [\n{lines}\n]}}\n', encoding="utf-8")
+
+
+def drop(method: str) -> None:
+    """Leave the rows of a method out, and out of the count of the first commit."""
+    path = RESULTS / "audit.json"
+    document = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in document["rows"] if row[0] != method]
+    first = next(iter(document["rows_of_commits"]))
+    document["rows_of_commits"][first] -= len(document["rows"]) - len(rows)
+    path.write_text(json.dumps(document | {"rows": rows}), encoding="utf-8")
 
 
 def _late(job: Any) -> int:
@@ -280,6 +292,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=240.0, help="stop after so many seconds")
     parser.add_argument("--again", action="store_true", help="begin anew")
+    parser.add_argument("--renew", metavar="METHOD", help="measure the rows of this method again")
     parser.add_argument("--page", action="store_true", help="only write the page")
     parser.add_argument("--one-run", action="store_true", help="only measure the bounds of single runs")
     arguments = parser.parse_args()
@@ -287,6 +300,8 @@ def main() -> int:
         document = json.loads((RESULTS / "audit.json").read_text(encoding="utf-8"))
         write(document["rows"], measure_one_run())
         return 0
+    if arguments.renew:
+        drop(arguments.renew)
     missing = 0 if arguments.page else measure(arguments.seconds, arguments.again)
     if missing:
         print(f"{missing} rows are missing; call again")
