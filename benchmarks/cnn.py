@@ -1,7 +1,8 @@
-"""A CNN end to end on MNIST with unlike clients: does Fisher preconditioning on the server help without convexity?
+"""A CNN end to end with unlike clients: does Fisher preconditioning on the server help without convexity?
 
 `run DATA_DIR --device cuda`: samples per client and number of clients varied at one epsilon; each method's step chosen
 on validation records in the middle cell, then three seeds everywhere; median accuracy. `report` writes results/cnn.md.
+With `--data cifar10` the pictures are those of CIFAR-10, and the files cnn_cifar10.json and .md.
 """
 
 from __future__ import annotations
@@ -58,12 +59,12 @@ READING = (
 )
 
 
-def load(part: str, data_dir: str) -> Any:
-    """MNIST; `tuning`: a tenth of the training records in place of the test records."""
+def load(part: str, data_dir: str, name: str) -> Any:
+    """The pictures; `tuning`: a tenth of the training records in place of the test records."""
     from sordino.data.sources import load
     from sordino.studies.tune import validated
 
-    data = load("mnist", data_dir=data_dir)
+    data = load(name, data_dir=data_dir)
     if part.startswith("tuning"):
         data = validated(data)
     clients, samples = map(int, part.split()[1:])
@@ -71,8 +72,8 @@ def load(part: str, data_dir: str) -> Any:
     return data._replace(x_train=data.x_train[keep], y_train=data.y_train[keep])
 
 
-def values(clients: int, options: dict[str, Any], option: str, value: float) -> dict[str, Any]:
-    shared = {"data": "mnist", "model": "cnn", "clients": clients, "partition": "dirichlet:0.5", "epsilon": EPSILON}
+def values(data: str, clients: int, options: dict[str, Any], option: str, value: float) -> dict[str, Any]:
+    shared = {"data": data, "model": "cnn", "clients": clients, "partition": "dirichlet:0.5", "epsilon": EPSILON}
     shared |= {"batch": f"poisson:{BATCH}"}
     return {**shared, "rounds": ROUNDS, "clip": 1.0, **options, option: value}
 
@@ -80,10 +81,15 @@ def values(clients: int, options: dict[str, Any], option: str, value: float) -> 
 def run(arguments: argparse.Namespace) -> None:
     began, out = (
         time.perf_counter(),
-        {"provenance": provenance(f"python benchmarks/cnn.py run DIR --device {arguments.device}")},
+        {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data},
     )
     jobs = [
-        {"label": label, "value": value, "values": values(MIDDLE[0], options, option, value), "seeds": [0]}
+        {
+            "label": label,
+            "value": value,
+            "values": values(arguments.data, MIDDLE[0], options, option, value),
+            "seeds": [0],
+        }
         | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
         for label, (options, option, grid) in METHODS.items()
         for value in (grid[:1] if arguments.quick else grid)
@@ -104,7 +110,7 @@ def run(arguments: argparse.Namespace) -> None:
     jobs = [
         {"label": label, "clients": n, "samples": m, "seeds": [seed], "part": f"final {n} {m}"}
         | {
-            "values": {**values(n, options, option, chosen[label]), "split_seed": seed},
+            "values": {**values(arguments.data, n, options, option, chosen[label]), "split_seed": seed},
             "at": [options.get("rounds", ROUNDS)],
         }
         for n, m in CELLS
@@ -118,7 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 def fill(jobs: list[Any], arguments: argparse.Namespace, began: float, out: Any = None) -> list[dict[str, Any]]:
     done = []
-    for number, result in train(jobs, load, (arguments.folder,), device=arguments.device, workers=arguments.workers):
+    for number, result in train(
+        jobs, load, (arguments.folder, arguments.data), device=arguments.device, workers=arguments.workers
+    ):
         job = {k: v for k, v in jobs[number].items() if k in ("label", "value", "clients", "samples", "seeds")}
         if "scores" in result:
             result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
@@ -129,8 +137,14 @@ def fill(jobs: list[Any], arguments: argparse.Namespace, began: float, out: Any 
     return done
 
 
+def command(data: str, device: str) -> str:
+    return f"python benchmarks/cnn.py run DATA_DIR --device {device}" + ("" if data == "mnist" else f" --data {data}")
+
+
 def report(path: Path) -> str:
     document = json.loads(path.read_text())
+    data = document.get("data", "mnist")
+    size, reading = ("26,010 parameters, ", READING) if data == "mnist" else ("", ())
 
     def line(*cells: str) -> str:
         return "| " + " | ".join(cells) + " |"
@@ -153,14 +167,14 @@ def report(path: Path) -> str:
     chosen = "; ".join(f"{name} {value:g}" for name, value in document["chosen"].items())
     return "\n".join(
         [
-            "# CNN on MNIST, end to end",
+            f"# CNN on {'MNIST' if data == 'mnist' else 'CIFAR-10'}, end to end",
             "",
-            f"`python benchmarks/cnn.py run DATA_DIR --device cuda`: 26,010 parameters, Dirichlet 0.5, ε = "
+            f"`{command(data, 'cuda')}`: {size}Dirichlet 0.5, ε = "
             f"{EPSILON:g} (δ = 1e-5, replace-one, untrusted server), {ROUNDS} rounds, clip 1, Poisson minibatches "
             f"of {BATCH}. Test accuracy in percent: median (lowest to highest) of three seeds, which change partition, "
             "start and noise.",
             "",
-            *READING,
+            *reading,
             "",
             f"Samples of each of {MIDDLE[0]} clients:",
             "",
@@ -179,12 +193,14 @@ def report(path: Path) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("run", "report"))
-    parser.add_argument("folder", nargs="?", help="where MNIST's files are")
+    parser.add_argument("folder", nargs="?", help="where the files of the pictures are")
+    parser.add_argument("--data", choices=("mnist", "cifar10"), default="mnist")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few rounds of each method, to see that it runs")
-    parser.add_argument("--out", type=Path, default=RESULTS / "cnn.json")
+    parser.add_argument("--out", type=Path, help="results/cnn.json, or results/cnn_cifar10.json")
     words = parser.parse_args()
+    words.out = words.out or RESULTS / ("cnn.json" if words.data == "mnist" else f"cnn_{words.data}.json")
     if words.what == "run":
         run(words)
     if not words.quick:
