@@ -8,7 +8,8 @@ rank 16 on Q, K and V and the head. Both steps run in bfloat16 autocast with flo
 
 - plain: forward, mean loss, backward. It is tried eagerly, compiled (`torch.compile`), compiled from a trace of the
   whole eager pass (which keeps the attention kernels that the eager pass chooses), for a ResNet with inputs in
-  channels-last order, and each of them as one CUDA graph with the optimizer. The fastest counts.
+  channels-last order, for adapters with the masks of dropout that the private step has ("own masks"), and each of them
+  as one CUDA graph with the optimizer. The fastest counts.
 - Opacus, with `--opacus` (where its package is installed): gradients of single examples by its hooks, and its two
   passes ("ghost"), then noise and AdamW, each also as one CUDA graph. Adapters are pairs of linear layers, and
   parameters that lie in no layer it knows (the class token and the positions of a ViT) are frozen.
@@ -52,7 +53,7 @@ import opacus_sums
 from provenance import provenance
 from sordino.core import Shard
 from sordino.models.compiled import Passes
-from sordino.models.lora import GroupedLinear, LoRALinear, module_of
+from sordino.models.lora import GroupedLinear, LoRALinear, dropped_out, module_of
 from sordino.models.nets import resnet18
 from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import Rows, build, plain
@@ -126,9 +127,9 @@ class Bench:
         words = {"fused": True, "capturable": True} if self.device.type == "cuda" else {}
         return torch.optim.AdamW(values, lr=1e-4, weight_decay=0.01, **words)
 
-    def traced(self, *, channels_last: bool = False) -> Step:
+    def traced(self, *, channels_last: bool = False, own_masks: bool = False) -> Step:
         """A plain step from a trace of the forward and backward pass, compiled as one graph."""
-        module = copy.deepcopy(module_of(self.flat)).train()
+        module, seed = self.copied(own_masks)
         seen = self.x.reshape(-1, *self.flat.shape)
         if channels_last:
             module, seen = module.to(memory_format=torch.channels_last), seen.to(memory_format=torch.channels_last)
@@ -136,7 +137,10 @@ class Bench:
         optimizer = self.adamw(list(values))
 
         def both(*tensors: Tensor) -> list[Tensor]:
-            *plain, x, y = tensors
+            *plain, x, y, drawn = tensors
+            for layer in module.modules():
+                if isinstance(layer, OwnDropout):
+                    layer.seed = drawn
             leaves = [p.detach().requires_grad_() for p in plain]
             with torch.enable_grad(), torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False):
                 z = functional_call(module, dict(zip(names, leaves, strict=True)), (x,))
@@ -148,19 +152,29 @@ class Bench:
                 for g, p in zip(found, leaves, strict=True)
             ]
 
-        inputs = [*(p.detach() for p in values), seen, self.y]
+        inputs = [*(p.detach() for p in values), seen, self.y, seed]
         run = torch.compile(make_fx(both)(*inputs), dynamic=False)
 
         def step() -> None:
             with torch.no_grad():
+                seed.random_()
                 for p, g in zip(values, run(*inputs), strict=True):
                     p.grad = g
             optimizer.step()
 
         return step
 
-    def plain(self, *, compiled: bool, channels_last: bool = False) -> Step:
+    def copied(self, own_masks: bool) -> tuple[nn.Module, Tensor]:
+        """The module in training mode, and the seed of its dropout, if that has masks of our own."""
         module = copy.deepcopy(module_of(self.flat)).train()
+        seed = torch.zeros(2, dtype=torch.int32, device=self.device)
+        layers = [layer for layer in module.modules() if own_masks and isinstance(layer, LoRALinear)]
+        for number, layer in enumerate(layers):
+            layer.dropout = OwnDropout(layer.dropout.p, seed, number)
+        return module, seed
+
+    def plain(self, *, compiled: bool, channels_last: bool = False, own_masks: bool = False) -> Step:
+        module, seed = self.copied(own_masks)
         seen = self.x.reshape(-1, *self.flat.shape)
         if channels_last:
             module, seen = module.to(memory_format=torch.channels_last), seen.to(memory_format=torch.channels_last)
@@ -175,6 +189,7 @@ class Bench:
         asked = torch.compile(loss) if compiled else loss
 
         def step() -> None:
+            seed.random_()
             for p, g in zip(values, torch.autograd.grad(asked(seen, self.y), values, allow_unused=True), strict=True):
                 p.grad = g if g is None or g.stride() == p.stride() else torch.empty_like(p).copy_(g)
             optimizer.step()
@@ -230,9 +245,23 @@ class Bench:
             makers["plain, compiled, channels last"] = lambda: self.plain(compiled=True, channels_last=True)
             makers["plain, traced, channels last"] = lambda: self.traced(channels_last=True)
             makers["private, compiled, in halves"] = lambda: self.private(compiled=True, chunk=-(-self.batch // 2))
+        if self.work.trained == "lora":
+            makers["plain, compiled, own masks"] = lambda: self.plain(compiled=True, own_masks=True)
+            makers["plain, traced, own masks"] = lambda: self.traced(own_masks=True)
         if opacus:
             makers |= {f"opacus, {mode}": lambda mode=mode: self.opacus(mode) for mode in ("hooks", "ghost")}
         return makers
+
+
+class OwnDropout(nn.Module):
+    """Dropout with the masks of a compiled private step, which follow from a seed."""
+
+    def __init__(self, p: float, seed: Tensor, number: int) -> None:
+        super().__init__()
+        self.p, self.seed, self.number = p, seed, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return dropped_out(x, self.seed, self.number, self.p)
 
 
 class Pair(nn.Module):
