@@ -89,7 +89,7 @@ def test_chunks_of_runs_and_of_records_change_nothing(digits, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedsofim", "dp-fedadam"])
+@pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedsofim", "dp-fedadam", "auto"])
 def test_runs_side_by_side_on_a_gpu(name, digits):
     """Each run draws the noise of its seed, so that only rounding of float32 differs."""
     specs = [spec(method=name, seed=s, epsilon=e, dtype="float32") for s in (1, 2) for e in (2.0, 8.0)]

@@ -29,8 +29,8 @@ Example:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any, cast
 
 import numpy as np
@@ -92,7 +92,7 @@ from sordino.tree import rebuild, tree_map
 
 MATRIX_BATCH_NUMBERS = 2**24  # numbers of the matrices that a batch of clients sends, which bounds memory
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it; a CUDA graph holds as many
-CENTRED_NUMBERS = 2**27  # of records about the centres of several runs, which bounds memory
+CENTRED_NUMBERS, CENTRED_ON_GPU = 2**27, 2**29  # of records about the centres of several runs, which bounds memory
 CAPTURED_NUMBERS = 2**22  # parameters of all runs in the rounds of one CUDA graph, which bounds memory
 
 
@@ -214,7 +214,7 @@ class BatchedClients:
         self._graphs: dict[float, CapturedGraph] = {}  # of sums, by clip
         self._rounds: dict[int, CapturedRounds | None] = {}  # by the first round of the stage
         self._ahead: tuple[tuple[int, ...], int, Tensor] = ((), 0, torch.zeros(0))
-        self._about: tuple[Centre, Shard] | None = None  # the records about the last centre
+        self._about: tuple[Centre, float | None, Callable[[Tensor], Tensor]] | None = None  # centre, clip, their sum
 
     @cached_property
     def _whole(self) -> list[tuple[np.ndarray, Any]]:
@@ -293,12 +293,19 @@ class BatchedClients:
 
         keep: hold the centred records until the centre is another one.
         """
-        few = max(1, CENTRED_NUMBERS // (shard.x.shape[-2] * shard.x.shape[-1]))
+        few = max(1, (CENTRED_ON_GPU if theta.is_cuda else CENTRED_NUMBERS) // (shard.x.shape[-2] * shard.x.shape[-1]))
         if not self.lead or len(theta) <= few:
-            known = keep and self._about is not None and self._about[0] is centre
-            about = self._about if known and self._about else (centre, centred_records(shard, centre))
-            self._about = about if keep else None
-            return gradient_sum(self.split, query, centre.parameters(theta), about[1])
+            about, at = self._about, centre.parameters(theta)
+            if about is None or not keep or about[0] is not centre or about[1] != query.clip:
+                self._about = None  # frees it first
+                total: Callable[[Tensor], Tensor]
+                total = partial(gradient_sum, self.split, query, shard=centred_records(shard, centre))
+                if not keep:
+                    return total(at)
+                if theta.is_cuda and self.team.size == 1:
+                    total = partial(_replayed, CapturedGraph(total, [at], autograd=False))
+                about = self._about = centre, query.clip, total
+            return about[2](at)
         rows, sums = shard.x.shape[:-1], []
         for first in range(0, len(theta), few):
             here = slice(first, first + few)
@@ -583,6 +590,10 @@ class BatchedClients:
             preparing=preparing,
             add_noise=add_noise,
         )
+
+
+def _replayed(graph: CapturedGraph, theta: Tensor) -> Tensor:
+    return graph([theta])
 
 
 def _plus_noise(total: Tensor, factor: float, noise: Tensor, width: Tensor, dtype: torch.dtype) -> Tensor:
