@@ -34,7 +34,8 @@ one record; here the canary is a real record with a wrong label. One attacker se
 model. The results are statements about these two attacks, not about privacy in general, and they are not differentially
 private: they are as confidential as the records. They go into the run's private/ (audit.json, audit.png).
 """
-SAMPLED, BATCHES = "dp-fedgd", ("poisson:4", "fixed:4", "allocation:4")  # audits with minibatches that --all adds
+SAMPLED = "dp-fedgd"
+BATCHES = {SAMPLED: ("poisson:4", "fixed:4", "allocation:4"), "dp-fednew": ("poisson:20",)}  # that --all adds
 AUDIT_DTYPES = ("float32", "float64")
 # Calibrated intercepts and slope: a quarter of the budget each, so that all is seen, and a clip that gradients reach.
 CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
@@ -100,7 +101,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--batch",
         metavar="X",
-        help="minibatches: poisson:16, fixed:16, allocation:16 (default: full; --all adds some of dp-fedgd and auto)",
+        help="minibatches: poisson:16, fixed:16, allocation:16 (default: full; --all adds some)",
     )
     parser.add_argument(
         "--dtype", default="float32", metavar="X", help="arithmetic of the runs: float32 (default) or float64"
@@ -376,8 +377,8 @@ def _batches(arguments: argparse.Namespace, name: str, privacy: Privacy, method:
     if not arguments.all:
         return asked
     first = privacy.trust is Trust.UNTRUSTED_SERVER or bool(arguments.trust)
-    if name == SAMPLED and first and not arguments.batch and not arguments.one_run:
-        asked += BATCHES
+    if first and not arguments.batch and not arguments.one_run:
+        asked += BATCHES.get(name, ())
     return [batch for batch in asked if not unattacked(method, Sampling.parse(batch))]
 
 

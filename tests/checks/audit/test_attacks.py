@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sordino.checks.audit.attacks import AUDITED_MODEL, attacks, audit, audited_model, one_run, plan_for, scores
-from sordino.checks.audit.observer import Watch, watched
+from sordino.checks.audit.observer import ObservedRelease, Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
 from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
@@ -253,6 +253,45 @@ def test_the_direction_of_a_network_stays_below_its_certificate(adjacency):
     assert audit("dp-fednew", promise, runs=FEW, seed=4, method=method, noise_factor=0.4).broken
 
 
+@pytest.mark.parametrize(("adjacency", "least"), [(Adjacency.ADD_REMOVE, 0.93), (Adjacency.REPLACE_ONE, 0.9)])
+@pytest.mark.parametrize("unit", [Unit.RECORD, Unit.PERSON])
+def test_a_canary_reaches_most_of_the_lemma_of_a_minibatch(unit, adjacency, least):
+    """More than a gradient alone can reach, if one record joins: its curvature moves the direction as well."""
+    promise = Privacy(4.0, 1e-5, unit=unit, adjacency=adjacency, person_records=2 if unit is Unit.PERSON else 1)
+    plan = plan_for("dp-fednew", promise, batch="poisson:20")
+    reach = max(
+        float(watched(attack, 1, Seeded(1), 8).information().mean()) ** 0.5 / spending.mu(plan)
+        for attack in attacks(plan, AUDITED_MODEL)
+    )
+    assert least < reach < 1
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", pytest.param("replace-one", marks=pytest.mark.soak)])
+def test_a_direction_of_minibatches_stays_below_its_certificate(adjacency):
+    promise = Privacy(4.0, 1e-5, adjacency=adjacency)
+
+    def found(factor):
+        return audit("dp-fednew", promise, runs=3000, seed=3, batch="poisson:4", noise_factor=factor)
+
+    honest = found(1.0)
+    assert 1.0 < honest.lower_account <= honest.certified
+    assert found(0.4).broken
+
+
+def test_the_score_of_a_message_is_relative_to_what_is_sent_without_the_canary():
+    """Without noise to speak of, the ratio tells data set 1 only by messages in which the canary was."""
+    release = ObservedRelease(
+        released=torch.tensor([[1.0], [1.5]]),
+        zero=torch.tensor([[1.0], [1.0]]),
+        one=torch.tensor([[1.5], [1.5]]),
+        variance=1e-4,
+        without=torch.tensor([[1.0], [1.0]]),
+    )
+    absent, drawn = release.sampled_score(0.25, release.without, release.without)
+    assert float(absent) == pytest.approx(math.log(0.75))
+    assert float(drawn) == pytest.approx(math.log(0.25) + 0.5**2 / 2 / 1e-4, rel=1e-6)
+
+
 def test_a_rate_claimed_too_small_is_found_out(monkeypatch):
     """The records are drawn at twice the rate that the account counts with."""
     monkeypatch.setattr(
@@ -413,7 +452,14 @@ def _one_matrix():
         (lambda: audit("dp-scaffold", Privacy(trust=Trust.TRUSTED_SERVER)), "trust: dp-scaffold is not proved"),
         (lambda: one_run("dp-fedgd", Privacy(unit=Unit.CLIENT)), "unit: an audit in one run"),
         (lambda: one_run("dp-fedgd", canaries=3), "canaries: 3 are too few"),
-        (lambda: audit("dp-fednew", batch="poisson:4"), "batch: poisson:4 of dp-fednew is not audited"),
+        (
+            lambda: audit("dp-fednew", batch="fixed:4"),
+            "fixed:4 of dp-fednew is not audited: its bound is a lemma",
+        ),
+        (
+            lambda: audit("dp-fednew", method=build("dp-fednew", solver="cg"), batch="poisson:4"),
+            "proved only for all records of a client",
+        ),
         (lambda: audit("dp-fedsam", batch="poisson:4"), "one minibatch answers several queries"),
         (lambda: audit("dp-fedgd", Privacy(unit=Unit.CLIENT), batch="poisson:4"), "at client level nothing is claimed"),
         (lambda: audit("dp-fedgd", batch="some"), r"batch \(in a Plan: sampling\): 'some' has no number"),
@@ -470,10 +516,12 @@ def test_all_includes_minibatches_where_they_are_certified():
         ("auto network=true minibatches=5", "record", adjacency, "poisson:4")
         for adjacency in ("add-remove", "replace-one")
     ]
+    sampled = {"dp-fedgd": ("poisson:4", "fixed:4", "allocation:4"), "dp-fednew": ("poisson:20",)}
     assert found == networks + [
-        ("dp-fedgd", unit, *rest)
+        (name, unit, *rest)
+        for name, batches in sampled.items()
         for unit in ("record", "person")
-        for rest in itertools.product(("add-remove", "replace-one"), ("poisson:4", "fixed:4", "allocation:4"))
+        for rest in itertools.product(("add-remove", "replace-one"), batches)
     ]
     fisher = [job for job in jobs() if job[0] == "dp-fednew curvature=fisher"]
     assert fisher == [(fisher[0][0], "record", adjacency, "full") for adjacency in ("add-remove", "replace-one")]

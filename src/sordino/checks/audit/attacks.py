@@ -23,6 +23,9 @@ drawn takes the place of one of them, and moves the sum by twice the clip. Data 
 the canary (replace-one), or an empty place (add-remove). <released, c> and |c|^2 are then relative to a minibatch of
 these records.
 
+If messages are noised, and a lemma bounds them, a message is not zero without the canary. e_c is then relative to that
+message. The other clients' records push the common direction, so that it grows at the victim too.
+
 This mechanism is not Gaussian, so the attack refutes noise instead of a mu. It guesses "data set 1" if the score is
 above 0. The share of right guesses bounds the noise at which the account of sampling would allow so many right guesses,
 and with it the account's epsilon(delta). Thresholds assume nothing about the mechanism, and are looser at small delta.
@@ -101,6 +104,9 @@ CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
 TREES_MODEL = Trees(3, 1, Loss.SQUARES, trees=2, depth=1)  # for methods that ask for sums by leaf
 NETWORK_CHUNK = 2**14  # rows per pass of a small network
 EVENT_LABEL = 0.5  # an event in the first interval, whose gradient is opposite to that of a late or absent one
+
+
+Example = tuple[Tensor, float]  # features and label of a record
 
 
 class Audit(NamedTuple):
@@ -327,7 +333,7 @@ def default_runs(plan: Plan) -> int:
     """Runs per data set, of an audit of this plan."""
     if plan.sizes == NETWORK_LEMMA_SIZES:  # the canary reaches little more than FAR_REACH, and runs are short
         return MORE_RUNS * RUNS
-    return LEMMA_RUNS if _proved_by_lemma(plan.method) else RUNS
+    return LEMMA_RUNS if _proved_by_lemma(plan.method) and not _samples(plan) else RUNS
 
 
 def one_run(
@@ -446,9 +452,10 @@ def plan_for(
         raise SordinoError(f"rounds: {rounds} must be at least 1.")
     fixed = sum(stage.rounds or 0 for stage in method.stages)
     usual = REGISTRY[name].rounds - fixed if name in REGISTRY else ROUNDS
-    most = LEMMA_ROUNDS if _proved_by_lemma(method) or _calibrates(method) else ROUNDS
-    length = int(min(rounds or max(1, min(most, usual)), most_rounds(method)))
     sampling = Sampling.parse(batch)
+    short = _calibrates(method) or (_proved_by_lemma(method) and sampling.kind == FULL)
+    most = LEMMA_ROUNDS if short else ROUNDS
+    length = int(min(rounds or max(1, min(most, usual)), most_rounds(method)))
     if why := unattacked(method, sampling):
         raise SordinoError(f"batch: {sampling} of {method.name} is not audited: {why}.")
     return Plan(
@@ -500,12 +507,13 @@ def unattacked(method: Method, sampling: Sampling) -> str:
     if method.unit is Unit.CLIENT:
         return "at client level nothing is claimed for minibatches; use batch = full"
     noised = [query for stage in method.stages for query in stage.queries if query.noise is not None]
-    if any(query.bound is not None and query.bound.sampled for query in noised):
-        return "the attack on minibatches knows sums of clipped gradients, and this bound is a lemma; use batch = full"
-    if not any(query.kind is Kind.GRADIENT for query in noised):
-        return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
-    if any(query.bound is not None or mechanism_of(query.noise).spans_rounds for query in noised):
+    lemmas = [query.bound for query in noised if query.bound is not None]
+    if any(not lemma.sampled for lemma in lemmas) or any(mechanism_of(query.noise).spans_rounds for query in noised):
         return "its bound or its noise is proved only for all records of a client; use batch = full"
+    if not any(query.sampled for query in noised):
+        return "the method noises no gradients, so nothing is claimed for minibatches; use batch = full"
+    if lemmas and sampling.kind != "poisson":
+        return "its bound is a lemma about Poisson minibatches; use batch = poisson:20"
     if any(query.kind is Kind.COUNT or query.joint > 1 for query in noised):
         return "one minibatch answers several queries, which the attack does not support; use batch = full"
     return ""
@@ -542,11 +550,13 @@ def scores(
 
 def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -> Iterator[Attack]:
     """The canaries to choose from: long or short records, mirrored, turned or absent, beside other records of several
-    kinds.
+    kinds, which are those of the other clients too, or different ones.
 
     "Company that pushes" means short records with large labels at every client. Each gradient is as long as its clip
     and has almost no curvature. So the right side of a Newton system grows to its limit, and all clients agree on it. A
-    long canary in the opposite direction then moves both the right side and the matrix.
+    long canary in the opposite direction then moves both the right side and the matrix. "Others push" means that the
+    other clients alone hold such records. Then the victim's matrix stays zero without the canary, and its right side
+    grows from round to round.
 
     "Company that drives" means many records that make the model of classes grow along one direction. Two canaries point
     nearly the same way, but to either side of that direction, and each has the class that is then predicted for the
@@ -577,35 +587,38 @@ def attacks(plan: Plan, model: core.Model, dtype: torch.dtype = torch.float32) -
         }
     joins, whole = plan.privacy.adjacency is Adjacency.ADD_REMOVE, plan.privacy.unit is Unit.CLIENT
     pairs = [("absent", name) for name in records] if joins else list(itertools.combinations(records, 2))
-    companies: dict[str, tuple[Tensor, float] | None]
-    if _samples(plan):
-        companies = {", company of zeros": (0 * one, 0.0)}
+    lemma, sampled = _proved_by_lemma(plan.method), _samples(plan)
+    zero, push = (0 * one, 0.0), (SHORT_CANARY * one, -CANARY_LABEL)
+    companies: dict[str, tuple[Example | None, Example | None]]
+    if sampled:
+        companies = {", others push": (zero, push)} if lemma else {", company of zeros": (zero, zero)}
     elif model is CLASS_MODEL:
-        companies = {", company that drives": (LONG_CANARY * two, 1.0)}
+        driving = LONG_CANARY * two, 1.0
+        companies = {", company that drives": (driving, driving)}
     elif whole:
-        companies = {"": None}
+        companies = {"": (None, None)}
     else:
         companies = {
-            "": (SHORT_CANARY * three, 0.0),
-            ", hostile company": (LONG_CANARY * one, -CANARY_LABEL / 10),
-            ", company that pushes": (SHORT_CANARY * one, -CANARY_LABEL),
+            "": ((SHORT_CANARY * three, 0.0), None),
+            ", hostile company": ((LONG_CANARY * one, -CANARY_LABEL / 10), None),
+            ", company that pushes": (push, push),
         }
-        if _proved_by_lemma(plan.method):
-            companies = dict(reversed(companies.items()))
+        if lemma:
+            companies = {", others push": (zero, push)} | dict(reversed(companies.items()))
     choices = list(itertools.product(companies.items(), pairs))
     if plan.sampling.kind == "fixed" and (model is AUDITED_MODEL or isinstance(model, TorchModel)):
-        opposed = OPPOSED, records["long mirrored"]
-        choices.insert(0, (opposed, ("absent" if joins else "long mirrored", "long")))
-    for (kind, others), (before, after) in choices:
+        mirrored = records["long mirrored"]
+        choices.insert(0, ((OPPOSED, (mirrored, mirrored)), ("absent" if joins else "long mirrored", "long")))
+    for (kind, (others, elsewhere)), (before, after) in choices:
         pair = [records[after if joins else before], records[after]]
-        alike = others is not None and (_samples(plan) or model is CLASS_MODEL or others[1] == -CANARY_LABEL)
-        there, here = (_records(plan, record, record if others is None else others, alike, dtype) for record in pair)
+        there, here = (_records(plan, record, others or record, elsewhere, dtype) for record in pair)
         if model is CLASS_MODEL:
             there, here = (replace(each, y=(each.y > 0).long()) for each in (there, here))
+        without = _without_first(there) if sampled and lemma else None
         if joins and not whole:
             there = _without_first(there)
         name = f"{before} / {after}{kind}"
-        yield Attack(name, plan, model, (there, here), leaves=joins and whole, opposed=kind == OPPOSED)
+        yield Attack(name, plan, model, (there, here), joins and whole, opposed=kind == OPPOSED, without=without)
 
 
 # --------------------------------------------------------------------------------------------------------- internals
@@ -761,17 +774,17 @@ def _claimed(plan: Plan) -> dict[tuple[int, int], float]:
 
 
 def _records(
-    plan: Plan, first: tuple[Tensor, float], others: tuple[Tensor, float], alike: bool, dtype: torch.dtype
+    plan: Plan, first: Example, others: Example, elsewhere: Example | None, dtype: torch.dtype
 ) -> AttackedRecords:
     """The records of an attack. The victim holds `first` and copies of `others`.
 
-    The other clients hold copies of `others` too if clients are `alike`; otherwise they hold different small records.
+    The other clients hold copies of `elsewhere`; if it is None, they hold different small records.
     """
     rows = [first, *[others] * (plan.sizes[VICTIM] - 1)]
     rest = torch.linspace(-1, 1, 3 * sum(plan.sizes[1:]), dtype=torch.float64).view(-1, 3)
     labels = rest.sum(-1)
-    if alike:
-        rest, labels = others[0].expand_as(rest), torch.full_like(labels, others[1])
+    if elsewhere is not None:
+        rest, labels = elsewhere[0].expand_as(rest), torch.full_like(labels, elsewhere[1])
     x = torch.cat([torch.stack([x for x, _ in rows]), rest])
     y = torch.cat([x.new_tensor([y for _, y in rows]), labels])
     starts = np.cumsum([0, *plan.sizes])

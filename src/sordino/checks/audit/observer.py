@@ -6,7 +6,8 @@ of the records. The observer itself computes in float64.
 Minibatches: the observer computes the answer about all records. That is enough if the canary has the only gradient that
 is not zero: the answer about a minibatch is then the same if the canary is in it, and zero otherwise. It is also enough
 for minibatches of a fixed size if all other records have one and the same gradient, and data set 0 holds no others
-(`Attack.opposed`): then that gradient follows from the answer about data set 0.
+(`Attack.opposed`): then that gradient follows from the answer about data set 0. A finished message is not zero without
+the canary, so the observer computes it for the data without it as well (`Attack.without`).
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class Attack(NamedTuple):
     neighbours: tuple[AttackedRecords, AttackedRecords]
     leaves: bool = False  # in data set 0 the whole victim is absent: it sends noise alone
     opposed: bool = False  # all records except the canary have one gradient, which is not zero
+    without: AttackedRecords | None = None  # the data without the canary, of messages about minibatches
 
 
 class ObservedRelease(NamedTuple):
@@ -78,6 +80,7 @@ class ObservedRelease(NamedTuple):
     zero: Tensor  # what data set 0 would release without noise
     one: Tensor  # the same for data set 1
     variance: float  # of the noise
+    without: Tensor | None = None  # what would be released without noise if the canary is not in the minibatch
 
     @property
     def residual(self) -> Tensor:
@@ -188,20 +191,22 @@ class Watch:
     def observe_sum(self, s: int, aggregate: Tree) -> None:
         """Observe the noised sum of a round, if the adversary sees only sums."""
         for number, leaf in zip(self._summed, leaves(aggregate), strict=False):
-            zero, one = self._sums[number]
+            zero, one, *without = self._sums[number]
             variance = calibration.aggregate_std(self.plan, s, number) ** 2
-            self.streams.setdefault((s, number), []).append(ObservedRelease(leaf.double(), zero, one, variance))
+            release = ObservedRelease(leaf.double(), zero, one, variance, *without)
+            self.streams.setdefault((s, number), []).append(release)
         self._sums, self._summed = {}, []
 
     # ---------------------------------------------------------------------------------------------------- internals
 
     def _rate(self, s: int, number: int) -> float:
         """The chance that the canary is in the minibatch of this query; 1 without minibatches."""
-        sampled = self.plan.stages[s].queries[number].kind in SAMPLED
-        return float(self.plan.rates[VICTIM]) if sampled else 1.0
+        return float(self.plan.rates[VICTIM]) if self.plan.stages[s].queries[number].sampled else 1.0
 
     def _others(self, s: int, number: int, release: ObservedRelease) -> tuple[Tensor | float, Tensor | float]:
         """The answers about a minibatch and about all records, if all of them are like those beside the canary."""
+        if release.without is not None:
+            return release.without, release.without
         if not self.attack.opposed:
             return 0.0, 0.0
         sizes = np.asarray(self.plan.sizes, dtype=float)
@@ -276,7 +281,7 @@ class Watch:
         extras, stored = broadcast.extras, memory
         if any(query.bound is not None for query in self.plan.stages[s].queries):  # answers of a lemma are float64
             extras, stored = tree_map(lambda leaf: leaf.double(), (extras, stored))
-        for side in (0, 1):
+        for side in range(2 if self.attack.without is None else 3):
             noiseless = self._noiseless(s, clients, ask, side)
             with_std = Through(noiseless, ("std",), lambda name, _, *args: ask.std(*args))
             unnoised = local.compute(
@@ -305,8 +310,9 @@ class Watch:
         return message.masked_fill(absent.to(message.device).unsqueeze(-1), 0)
 
     def _noiseless(self, s: int, clients: np.ndarray, ask: Any, side: int, *, preparing: bool = False) -> Oracle:
-        """The oracle of the same clients with one neighbour's data and without noise."""
-        ((_, shard),) = self.attack.neighbours[side].buckets(clients)
+        """The oracle of the same clients without noise, with the data of side 0 or 1, or (2) without the canary."""
+        records = self.attack.without if side == 2 and self.attack.without else self.attack.neighbours[side]
+        ((_, shard),) = records.buckets(clients)
         stage = self.plan.stages[s]
 
         def never(*_: Any) -> Draw:
@@ -342,17 +348,19 @@ class Watch:
             clients
         ] / divisor
         shaped = torch.from_numpy(weight).to(sent.device).view(-1, *[1] * (sent.dim() - 2))
-        visible, zero, one = ((shaped * part.double().expand_as(sent)).sum(1) for part in (sent, *either))
+        visible, *each = ((shaped * part.double().expand_as(sent)).sum(1) for part in (sent, *either))
         if self.plan.only_sums_visible:
-            sums = torch.stack([zero, one])
+            sums = torch.stack(each)
             self._sums[number] = self._sums[number] + sums if number in self._sums else sums
             return
-        release = ObservedRelease(visible, zero, one, float(((weight * std) ** 2).sum()))
+        zero, one, *without = each
+        release = ObservedRelease(visible, zero, one, float(((weight * std) ** 2).sum()), *without)
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
         number_of_call = self._counts[key] = self._counts.get(key, -1) + 1
         if number_of_call < len(stream):  # another batch of clients in the same round
             past = stream[number_of_call]
+            together = None if past.without is None or release.without is None else past.without + release.without
             joined = past.released + release.released, past.zero + release.zero, past.one + release.one
-            stream[number_of_call] = ObservedRelease(*joined, past.variance + release.variance)
+            stream[number_of_call] = ObservedRelease(*joined, past.variance + release.variance, together)
         else:
             stream.append(release)
