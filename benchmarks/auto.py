@@ -96,7 +96,7 @@ VARIANTS = LEVERS | {f"{key} {factor:g}": {key: factor} for key, v in SCAN.items
 
 HUNDRED = "CIFAR-10 and Fashion-MNIST, 100 classes"
 RARE, RARE_RIVALS = "Adult, 1 % of class 1", ("dp-fedgd", "dp-fedadam")
-CENTRED, CENTRED_SETS = ", centred for free", ("Fashion-MNIST, ResNet-44", "Adult", "digits")
+CENTRED, CENTRED_SETS = ", centred for free", ("Fashion-MNIST, ResNet-44", "Adult", "digits", "MNIST, pixels")
 OTHER_FILES = {  # of `settings` alone
     HUNDRED: ("cifar10_resnet44.npz", None, "pairs fashion_mnist_resnet44.npz", 20),
     RARE: ("a9a", None, "rare 0.01", 20),
