@@ -567,7 +567,8 @@ def main() -> None:
         device = torch.device("cuda", torch.cuda.current_device())  # as tensors name it
     warnings.filterwarnings("ignore", message=".*weights are random")
     torch.manual_seed(0)
-    about = provenance(" ".join(["python", *sys.argv]))
+    shown = (f"results/{options.out.name}" if options.out and word == str(options.out) else word for word in sys.argv)
+    about = provenance(" ".join(["python", *shown]))
     if len(asked) > 1 and not options.together:
         began = time.perf_counter()
         words = [word for word in sys.argv if not word.startswith(("--works=", "--out="))]
