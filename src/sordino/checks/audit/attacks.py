@@ -77,6 +77,7 @@ from sordino.privacy.plan import Plan
 
 RUNS = 30_000  # per data set
 LEMMA_RUNS = 20_000  # the same where a lemma bounds a message: clients hold more records, so that runs take longer
+SAMPLED_RUNS = 60_000  # the same with minibatches: bounds by their account scatter more
 FAR_REACH, MORE_RUNS = 0.9, 3  # a canary that reaches less than this part of mu gets so many times the runs
 ROUNDS = 5  # of the stage whose length is open
 LEMMA_ROUNDS = 2  # the same where a lemma bounds a message, and where risks are calibrated
@@ -333,7 +334,9 @@ def default_runs(plan: Plan) -> int:
     """Runs per data set, of an audit of this plan."""
     if plan.sizes == NETWORK_LEMMA_SIZES:  # the canary reaches little more than FAR_REACH, and runs are short
         return MORE_RUNS * RUNS
-    return LEMMA_RUNS if _proved_by_lemma(plan.method) and not _samples(plan) else RUNS
+    if _samples(plan):
+        return RUNS if network_form(plan.method)[0] else SAMPLED_RUNS
+    return LEMMA_RUNS if _proved_by_lemma(plan.method) else RUNS
 
 
 def one_run(
