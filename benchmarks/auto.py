@@ -428,14 +428,14 @@ def written_rows(cells: Sequence[Cell]) -> list[Any]:
     rows: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         rows.setdefault(cell[:3], []).append(cell)
-    return [[*key, [str(c.epsilon) for c in row], [c.accuracy for c in row]] for key, row in rows.items()]
+    return [[*key, " ".join(f"{c.epsilon:g}" for c in row), [c.accuracy for c in row]] for key, row in rows.items()]
 
 
 def read_rows(rows: Sequence[Any]) -> list[Cell]:
     return [
         Cell(*key, float(epsilon), tuple(accuracy))
         for *key, epsilons, figures in rows
-        for epsilon, accuracy in zip(epsilons, figures, strict=True)
+        for epsilon, accuracy in zip(epsilons.split(), figures, strict=True)
     ]
 
 

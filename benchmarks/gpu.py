@@ -60,6 +60,7 @@ from sordino.models.transformers import Rows, build, plain
 
 CLASSES, CLIP, SIGMA, LENGTH = 10, 0.1, 1.0, 128
 MOST_MEMORY = 1.3  # private / plain
+OWN_PROVENANCE = ("command", "commit", "uncommitted_changes_in_src")  # that a work keeps if others are measured later
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # as adapters have it in frozen layers
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 TINY: dict[str, dict[str, Any]] = {
@@ -533,7 +534,8 @@ def write(path: Path, results: dict[str, Any]) -> None:
     """Write the results, with the works of an older file that were not measured again, which say how they were."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = json.loads(path.read_text()) if path.exists() else {"works": {}}
-    older = {name: {"provenance": before["provenance"]} | work for name, work in before["works"].items()}
+    about = {key: before["provenance"][key] for key in OWN_PROVENANCE} if before["works"] else {}
+    older = {name: {"provenance": about} | work for name, work in before["works"].items()}
     names = [work.name for work in WORKS]
     works = dict(sorted((older | results["works"]).items(), key=lambda item: names.index(item[0])))
     path.write_text(json.dumps(results | {"works": works}, separators=(",", ":")) + "\n")
