@@ -297,7 +297,7 @@ class BatchedClients:
         if not self.lead or len(theta) <= few:
             about, at = self._about, centre.parameters(theta)
             if about is None or not keep or about[0] is not centre or about[1] != query.clip:
-                self._about = None  # frees it first
+                self._about = about = None  # frees its records first
                 total: Callable[[Tensor], Tensor]
                 total = partial(gradient_sum, self.split, query, shard=centred_records(shard, centre))
                 if not keep:
