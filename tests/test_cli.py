@@ -205,6 +205,25 @@ def test_odd_names_are_shown_as_they_are(capsys, tmp_path):
     assert status == 0
 
 
+def test_methods_shows_the_options_of_one(capsys):
+    _, out, _ = call(capsys, "methods", "dp-fednew")
+    assert "curvature_clip = 0.1" in " ".join(out.split())
+    assert "dp-fedgd" not in out
+    _, out, _ = call(capsys, "methods", "dp-fednew", "--json", "-")
+    assert [row["name"] for row in json.loads(out)] == ["dp-fednew"]
+    status, _, err = call(capsys, "methods", "dp-fednw")
+    assert status == 2
+    assert "Did you mean 'dp-fednew'?" in err
+
+
+def test_a_model_of_very_many_classes_is_told_of_quantities(capsys, tmp_path):
+    rows = [f"{k % 7},{k % 5},{k}" for k in range(80)]
+    (tmp_path / "ages.csv").write_text("\n".join(["a,b,age", *rows]) + "\n")
+    words = ["run", "--data", str(tmp_path / "ages.csv"), "--label", "age", "--clients", "2", "--rounds", "6"]
+    _, out, _ = call(capsys, *words, "--out", str(tmp_path / "run"))
+    assert "labels counts as a class; a schema may declare a quantity" in " ".join(out.split())
+
+
 def test_a_useless_model_is_called_one(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr("sordino.training.run.evaluate", lambda *args, **options: {"accuracy": 0.05})
     _, out, _ = call(capsys, "run", "--rounds", "6", "--out", str(tmp_path / "bad"))

@@ -38,6 +38,13 @@ NOT_PRIVATE = {
 }
 
 
+def test_a_run_that_is_not_certified_says_why_it_may_be_published(tmp_path, capsys):
+    assert main(["run", "--rounds", "6", "--seed", "1", "--out", str(tmp_path / "run")]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "NOT certified" in shown
+    assert "public/ may be published because its data are public, private/ may not" in shown
+
+
 @pytest.mark.parametrize("words", list(NOT_PRIVATE.values()), ids=list(NOT_PRIVATE))
 def test_of_a_run_that_is_not_certified_nothing_may_be_published(patients, words, tmp_path, capsys):
     out, report = tmp_path / "run", tmp_path / "run.json"

@@ -123,6 +123,9 @@ def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     if any(map(is_folder, arguments.method)):
         return _act_on_a_run(arguments)
+    for name in arguments.method:
+        if Path(name).name != name:
+            raise SordinoError(f"audit: there is no folder '{name}'; name that of a finished run, or a method.")
     jobs = list(_jobs(arguments))
     if not jobs:
         raise SordinoError("audit: no method is certified for these options; change --batch, --unit or --adjacency.")

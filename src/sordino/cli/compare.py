@@ -183,6 +183,8 @@ def act(arguments: argparse.Namespace) -> int:
     if not emit(arguments, document):
         page, last = console(), report.by_metric(document) or report.final(document)
         table(last.head, [[cell.text for cell in row] for row in last.rows])
+        if last.note:
+            page.print(f"{last.note.partition(';')[0]}. Noise is seeded, so no run is certified.", markup=False)
         page.print(f"tuning: {document['tuning']['paid']}", markup=False)
         for sentence, methods in report.within_budget(document).items():
             page.print(f"tuned within the budget ({', '.join(methods)}): {sentence}", markup=False)

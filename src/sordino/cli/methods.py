@@ -8,13 +8,19 @@ from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit
 from sordino.core import Trust
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, check_known
 
 
 def add(commands: Any) -> None:
-    add_json(
-        command(commands, "methods", act, "list the methods, and what is certified of each", "sordino methods --json")
+    parser = command(
+        commands,
+        "methods",
+        act,
+        "list the methods, and what is certified of each",
+        "sordino methods --json\nsordino methods dp-fednew    with its options",
     )
+    parser.add_argument("name", nargs="*", metavar="METHOD", help="only these (default: all)")
+    add_json(parser)
 
 
 def act(arguments: argparse.Namespace) -> int:
@@ -25,7 +31,9 @@ def act(arguments: argparse.Namespace) -> int:
 
     rows: list[dict[str, Any]] = []
     outside = {name: plugin for name, plugin in plugins.found(plugins.METHODS).items() if name not in REGISTRY}
-    for name in (*REGISTRY, *outside):
+    for name in arguments.name:
+        check_known("method", name, (*REGISTRY, *outside))
+    for name in arguments.name or (*REGISTRY, *outside):
         try:
             entry = entry_of(name)
             built = {str(unit): build(name, unit) for unit in entry.protects}
@@ -52,7 +60,8 @@ def act(arguments: argparse.Namespace) -> int:
                 "checked": plugins.passed(outside[name]) if name in outside else True,
             }
         )
-    models = [_model_row(name, plugin) for name, plugin in plugins.found(plugins.MODELS).items()]
+    others = {} if arguments.name else plugins.found(plugins.MODELS)
+    models = [_model_row(name, plugin) for name, plugin in others.items()]
     if not emit(arguments, [*rows, *models]):
         every = {str(trust) for trust in Trust}
         for row in rows:
@@ -64,9 +73,15 @@ def act(arguments: argparse.Namespace) -> int:
                 certified = "every trust model" if set(trusts) == every else ", ".join(trusts) or "no trust model"
                 count = ", then ".join(map(str, row["releases_per_round"][unit]))
                 console().print(f"    {unit} level: certified under {certified}; releases per round: {count}")
+            if arguments.name:
+                options = ", ".join(f"{key} = {value}" for key, value in row["options"].items())
+                console().print(f"    options: {options}", markup=False)
         for row in models:
             state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
             console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    a model, from {row['package']}; {state}")
+        if arguments.name:
+            console().print("What they mean, and what is proved: docs/methods.md")
+            return 0
         console().print("Start with auto: it takes every step from public facts, and nothing needs tuning.")
         console().print("With default options; all of them: sordino methods --json, docs/methods.md")
     return 0

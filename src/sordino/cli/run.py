@@ -65,6 +65,7 @@ RUN_FLAGS = (
     ("--seed", "seed", "reproducible noise, for experiments; the result is not private"),
 )
 
+MANY = 20  # classes: perhaps the labels are numbers
 LEAST_SLOPE = 0.8  # of calibration: below it, risks are so sure that people are told
 LEAST_TESTS = 500  # fewer test records do not tell a slope
 NO_INTERVALS = (
@@ -360,9 +361,11 @@ def remedy(prepared: Any) -> str:
     if resolved.model.options.get("class_weights"):
         return "Class weights move risks away from what is observed; read the AUC instead."
     if resolved.source.schema is None:
+        classes = len(prepared.dataset.classes)
+        numbers = f" Each of {classes} labels counts as a class; a schema may declare a quantity." * (classes > MANY)
         return (
-            "The noise exceeds the signal, or features differ in scale: describe the table by a schema (sordino "
-            "schema draft), try --public-stats FILE, or --set normalize=l2."
+            "The noise exceeds the signal (raise epsilon), or features differ in scale: describe the table by a schema "
+            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers}"
         )
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
@@ -426,7 +429,8 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)
-    what = "public/ may be published, private/ may not" if allowed else "nothing here may be published"
+    why = "" if cert["certified"] else " because its data are public"
+    what = f"public/ may be published{why}, private/ may not" if allowed else "nothing here may be published"
     rows.append(("files", f"{out}: {what} (README.txt)"))
     facts(rows)
     scores = {**measured, **last}

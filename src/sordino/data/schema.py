@@ -1067,7 +1067,8 @@ def _built(kind: Callable[..., Any], about: Any, where: str) -> Any:
     values = {}
     for key, value in about.items():
         if BLANK in (value if isinstance(value, list | tuple) else [value]):
-            raise SordinoError(f"{where}.{key}: it still says {BLANK!r}; write what is publicly known.")
+            other = ', or type = "drop" for a column that is no feature' * where.startswith("columns.")
+            raise SordinoError(f"{where}.{key}: it still says {BLANK!r}; write what is publicly known{other}.")
         values[key] = _typed(value, fields[key], f"{where}.{key}")
     try:
         return kind(**values)

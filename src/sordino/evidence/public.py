@@ -365,7 +365,10 @@ CONSOLE = (
     Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
-    Line(r"files +.+: public/ may be published, private/ may not \(README\.txt\)", "The directory that was named."),
+    Line(
+        r"files +.+: public/ may be published( because its data are public)?, private/ may not \(README\.txt\)",
+        "The directory that was named.",
+    ),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than (a constant guess|before training): .+", TESTED),
     Line(r"WARNING: the found ranges are rough .+", PLAN),

@@ -479,6 +479,8 @@ def test_the_command(capsys, tmp_path):
     rows = json.loads((tmp_path / "audit.json").read_text())
     assert [row["adjacency"] for row in rows] == ["add-remove", "replace-one"]
     assert all(max(row["lower_gaussian"], row["lower_thresholds"]) <= row["certified"] for row in rows)
+    assert main(["audit", "runs/none"]) == 2
+    assert "there is no folder 'runs/none'" in capsys.readouterr().err
     assert main([*words, "--noise-factor", "0.3", "--adjacency", "replace-one"]) == 1
     out = capsys.readouterr().out
     assert "the guarantee is broken" in out
