@@ -271,7 +271,7 @@ def test_a_direction_of_minibatches_stays_below_its_certificate(adjacency):
     promise = Privacy(4.0, 1e-5, adjacency=adjacency)
 
     def found(factor):
-        return audit("dp-fednew", promise, runs=3000, seed=3, batch="poisson:4", noise_factor=factor)
+        return audit("dp-fednew", promise, runs=1000, seed=3, batch="poisson:4", noise_factor=factor)
 
     honest = found(1.0)
     assert 1.0 < honest.lower_account <= honest.certified
