@@ -33,7 +33,7 @@ import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
 from pathlib import Path
@@ -637,6 +637,7 @@ class Schema:
         if not isinstance(described, Mapping) or not described:
             raise SordinoError("schema: there are no columns; describe each one under [columns.NAME].")
         _check_roles(values, described)
+        _check_filled(values)
         columns = {str(name): _column(str(name), about) for name, about in described.items()}
         target = None
         if (about := values.get("target")) is not None:
@@ -1058,6 +1059,24 @@ def _column(name: str, about: Any) -> Column:
     return column
 
 
+def _check_filled(values: Mapping[str, Any]) -> None:
+    """Check that people replaced everything that a draft leaves to them."""
+
+    def blank(value: Any, where: str) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            for key, part in value.items():
+                yield from blank(part, f"{where}.{key}" if where else str(key))
+        elif BLANK in (value if isinstance(value, list | tuple) else [value]):
+            yield where
+
+    if places := list(blank(values, "")):
+        rest = f"; so do {', '.join(places[1:])}" * (len(places) > 1)
+        raise SordinoError(
+            f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is no feature "
+            'has type = "drop" alone.'
+        )
+
+
 def _built(kind: Callable[..., Any], about: Any, where: str) -> Any:
     """One part of a schema from its keys, each of the declared type."""
     if not isinstance(about, Mapping):
@@ -1066,9 +1085,6 @@ def _built(kind: Callable[..., Any], about: Any, where: str) -> Any:
     _check_keys(about, tuple(fields), where)
     values = {}
     for key, value in about.items():
-        if BLANK in (value if isinstance(value, list | tuple) else [value]):
-            other = ', or type = "drop" for a column that is no feature' * where.startswith("columns.")
-            raise SordinoError(f"{where}.{key}: it still says {BLANK!r}; write what is publicly known{other}.")
         values[key] = _typed(value, fields[key], f"{where}.{key}")
     try:
         return kind(**values)
