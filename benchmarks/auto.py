@@ -7,7 +7,8 @@
 DATA_DIR holds the frozen features, their public statistics, and the files of MNIST and Adult. 70 rounds, delta 1e-5,
 replace-one, Dirichlet 0.5. Rivals see the records as `auto` does (`normalize = record`). For each budget, trust model
 and round, the settings of a rival are those that are best on the test records with seed 0, which favours the rival;
-figures are means of seeds 1 to 3. The best rival is the best of all after that.
+figures are means of seeds 1 to 10 (`ablation`: 1; other settings than a rare class, and the later parts: 1 to 3). The
+best rival is the best of all after that.
 
 The parts: `auto` (its rows), `rivals`, `centred` (two rivals on records about their exact mean, which nobody pays for),
 `ablation`, `settings` (other clients, labels and budgets; without noise beside logistic regression), `short` (runs of
@@ -53,7 +54,7 @@ OUT = ROOT / "results" / "auto.json"
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 5.0, 10.0)
 ENDS = (0.5, 10.0)  # of the ablation
 TRUSTS = ("untrusted-server", "secure-aggregation")
-SEEDS, TUNING_SEED = (1, 2, 3), 0
+SEEDS, FEW_SEEDS, TUNING_SEED = tuple(range(1, 11)), (1, 2, 3), 0
 ROUNDS = (10, 70)
 FILES = {  # file, public statistics, what is made of it, clients
     "CIFAR-10, ResNet-20": ("cifar10_resnet20.npz", None, "", 20),
@@ -135,13 +136,14 @@ CORRECTIONS = {  # is there a ridge, and is the curvature measured?
 
 
 class Cell(NamedTuple):
-    """One row of a table under one budget and trust model: accuracy after each of ROUNDS."""
+    """One row of a table under one budget and trust model: accuracy after each of ROUNDS, and its standard error."""
 
     data: str
     row: str
     trust: str
     epsilon: float
     accuracy: tuple[float, ...]
+    error: tuple[float, ...] = ()
 
 
 def read(name: str, folder: Path, records: str = "record") -> Dataset:
@@ -197,37 +199,38 @@ def about_mean(dataset: Dataset) -> Dataset:
     return dataset._replace(x_train=about[0], x_test=about[1])
 
 
-class Run(NamedTuple):
-    """Options of a method (their number), budget, seed, and the accuracy after each of ROUNDS."""
+class Job(NamedTuple):
+    """One run to do: options of a method, budget and seed."""
 
-    option: int
+    options: Mapping[str, Any]
     epsilon: float
     seed: int
-    accuracy: tuple[float, ...]
 
 
 def trained(
-    dataset: Dataset,
-    name: str,
-    device: str,
-    options: Sequence[dict[str, Any]],
-    epsilons: Sequence[float],
-    seeds: Sequence[int],
-    at: Sequence[int] = ROUNDS,
-    **keys: Any,
-) -> list[Run]:
-    """One run per option, budget and seed of a method. Figures are accuracy, or AUC of a rare class."""
+    dataset: Dataset, name: str, device: str, jobs: Sequence[Job], at: Sequence[int] = ROUNDS, **keys: Any
+) -> list[tuple[float, ...]]:
+    """The accuracy, or the AUC of a rare class, of every run after each of the rounds `at`."""
     clients, metric = (FILES | OTHER_FILES)[name][3], "auc" if "1 %" in name else "accuracy"
     split = {"partition": "dirichlet:0.5", "clients": clients} if clients else {"partition": "by-site"}
     common = {"rounds": at[-1], "normalize": "none", "calibrate": 0.0, **split, **keys}
-    wanted = list(itertools.product(range(len(options)), epsilons, seeds))
-    specs = [Spec.of({**common, **options[k], "epsilon": e, "seed": s, "split_seed": s}) for k, e, s in wanted]
+    specs = [
+        Spec.of({**common, **job.options, "epsilon": job.epsilon, "seed": job.seed, "split_seed": job.seed})
+        for job in jobs
+    ]
     results = run_many(specs, dataset, device=device, at=at, metric=metric)
-    return [Run(*job, tuple(each.scores[t] for t in at)) for job, each in zip(wanted, results, strict=True)]
+    return [tuple(each.scores[t] for t in at) for each in results]
 
 
 def mean(samples: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    return tuple(round(statistics.mean(each), 5) for each in zip(*samples, strict=True))
+    return tuple(round(statistics.mean(each), 4) for each in zip(*samples, strict=True))
+
+
+def error(samples: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """The standard error of each mean; none where seeds are few."""
+    if len(samples) < len(SEEDS):
+        return ()
+    return tuple(round(statistics.stdev(each) / math.sqrt(len(samples)), 4) for each in zip(*samples, strict=True))
 
 
 def auto_cells(
@@ -242,10 +245,15 @@ def auto_cells(
 ) -> list[Cell]:
     options = {key: value for key, value in VARIANTS.get(row, {}).items() if key != "records"}
     options |= SETTINGS[setting][1] if setting else {}
-    seeds = SEEDS[:1] if row in VARIANTS or name == HUNDRED else SEEDS
-    runs = trained(dataset, name, device, [options], epsilons, seeds, at, method="auto", trust=trust)
-    figures = {e: mean([run.accuracy for run in runs if run.epsilon == e]) for e in epsilons}
-    return [Cell(setting or name, row, trust, e, figures[e]) for e in epsilons]
+    many = SEEDS if row == PLAIN and (setting is None or name == RARE) else FEW_SEEDS
+    seeds = many[:1] if row in VARIANTS or name == HUNDRED else many
+    jobs = [Job(options, e, s) for e in epsilons for s in seeds]
+    found = trained(dataset, name, device, jobs, at, method="auto", trust=trust)
+    cells = []
+    for epsilon in epsilons:
+        samples = [each for job, each in zip(jobs, found, strict=True) if job.epsilon == epsilon]
+        cells.append(Cell(setting or name, row, trust, epsilon, mean(samples), error(samples)))
+    return cells
 
 
 def rival_cells(
@@ -254,22 +262,29 @@ def rival_cells(
     trust: str,
     device: str,
     method: str,
-    options: Sequence[dict[str, Any]] | None = None,
     epsilons: Sequence[float] = EPSILONS,
     setting: str | None = None,
 ) -> list[Cell]:
     """The rival with the settings that are best at each round with the tuning seed."""
-    seeds, keys = (TUNING_SEED, *SEEDS), SETTINGS[setting][1] if setting else {}
-    options = [each | keys for each in options or RIVALS[method]]
-    runs = trained(dataset, name, device, options, epsilons, seeds, method=method, clip=5.0, trust=trust)
+    keys = SETTINGS[setting][1] if setting else {}
+    options = [each | keys for each in RIVALS[method]]
+
+    def accuracies(jobs: Sequence[Job]) -> list[tuple[float, ...]]:
+        return trained(dataset, name, device, jobs, method=method, clip=5.0, trust=trust)
+
+    tried = [Job(each, e, TUNING_SEED) for e in epsilons for each in options]
+    scores = list(zip(tried, accuracies(tried), strict=True))
+    tuned = [
+        max((pair for pair in scores if pair[0].epsilon == e), key=lambda pair: pair[1][k])[0]
+        for e in epsilons
+        for k in range(len(ROUNDS))
+    ]
+    found = iter(accuracies([job._replace(seed=seed) for job in tuned for seed in SEEDS]))
     cells = []
     for epsilon in epsilons:
-        own, figures = [run for run in runs if run.epsilon == epsilon], []
-        for k in range(len(ROUNDS)):
-            tuned = max((run for run in own if run.seed == TUNING_SEED), key=lambda run: run.accuracy[k]).option
-            samples = [run.accuracy for run in own if run.option == tuned and run.seed in SEEDS]
-            figures.append(mean(samples)[k])
-        cells.append(Cell(setting or name, method, trust, epsilon, tuple(figures)))
+        # The settings that are best at round k are judged at round k alone.
+        samples = list(zip(*([next(found)[k] for _ in SEEDS] for k in range(len(ROUNDS))), strict=True))
+        cells.append(Cell(setting or name, method, trust, epsilon, mean(samples), error(samples)))
     return cells
 
 
@@ -300,7 +315,7 @@ def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[flo
         plan = run.plan(run.records(dataset).sizes)
         stds = [calibration.aggregate_std(plan, 0, k) for k in (0, 1)]
         means, found = dict[int, float](), dict[tuple[int, float, float], float]()
-        for seed in (TUNING_SEED, *SEEDS):
+        for seed in (TUNING_SEED, *FEW_SEEDS):
             rng = np.random.default_rng(seed)
             z, noise = rng.normal(size=A.shape), rng.normal(size=G.shape)
             g = G + stds[0] * math.sqrt(1 - COVARIANCE_SHARE) * noise
@@ -312,7 +327,10 @@ def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[flo
                     theta = V @ ((V.T @ g) / (values.clip(0) + ridge)[:, None])
                     found[seed, share, ridge] = float(((test @ theta).argmax(1) == dataset.y_test).mean())
         best = max(itertools.product(SHARES, RIDGES), key=lambda pair: found[TUNING_SEED, *pair])
-        for row, samples in ((MEANS, [means[s] for s in SEEDS]), (STATISTICS, [found[s, *best] for s in SEEDS])):
+        for row, samples in (
+            (MEANS, [means[s] for s in FEW_SEEDS]),
+            (STATISTICS, [found[s, *best] for s in FEW_SEEDS]),
+        ):
             cells.append(Cell(name, row, trust, epsilon, (round(statistics.mean(samples), 5),)))
     return cells
 
@@ -331,7 +349,7 @@ def objective_cells(dataset: Dataset, name: str, device: str, epsilons: Sequence
 
     for epsilon in epsilons:
         best = max(CURVATURES, key=lambda share: accuracy(epsilon, share, TUNING_SEED))
-        samples = [accuracy(epsilon, best, seed) for seed in SEEDS]
+        samples = [accuracy(epsilon, best, seed) for seed in FEW_SEEDS]
         cells.append(Cell(name, OBJECTIVE, TRUSTS[1], epsilon, (round(statistics.mean(samples), 5),)))
     return cells
 
@@ -365,8 +383,7 @@ def measured(part: str, folder: Path, device: str, only: str | None) -> Iterator
             for trust in TRUSTS if epsilons != (math.inf,) else TRUSTS[1:]:
                 yield auto_cells(dataset, name, trust, device, PLAIN, epsilons, setting=setting)
                 for method in RARE_RIVALS if name == RARE else ():
-                    few = RIVALS[method][::4]
-                    yield rival_cells(dataset, name, trust, device, method, few, epsilons[:-1], setting)
+                    yield rival_cells(dataset, name, trust, device, method, epsilons[:-1], setting)
     elif part == "centred":
         for name in chosen(CENTRED_SETS):
             dataset = about_mean(read(name, folder))
@@ -406,36 +423,39 @@ def of_rounds(rounds: int) -> str:
 
 
 def main(folder: Path, device: str, parts: Sequence[str], only: str | None) -> None:
-    """Measure parts, and keep all other figures."""
+    """Measure parts, and keep all other figures. The file is written after each piece."""
     old = json.loads(OUT.read_text()) if OUT.exists() else {"parts": {}, "rows": []}
     cells = {cell[:4]: cell for cell in read_rows(old["rows"])}
+    command = f"python benchmarks/auto.py DATA_DIR --device {device}"
+    commands = old["parts"] | {part: f"{command} --only {part}" for part in parts}
     with Progress(console=Console(stderr=True)) as progress:
         for part in parts:
             task = progress.add_task(part, total=None)
             for new in measured(part, folder, device, only):
                 cells |= {cell[:4]: cell for cell in new}
+                rows = written_rows(list(cells.values()))
+                document = {"provenance": provenance(command), "parts": commands, "rows": rows}
+                OUT.write_text(json.dumps(document, separators=(",", ":")) + "\n")
                 progress.advance(task)
-    command = f"python benchmarks/auto.py DATA_DIR --device {device}"
-    commands = old["parts"] | {part: f"{command} --only {part}" for part in parts}
-    rows = written_rows(list(cells.values()))
-    document = {"provenance": provenance(command), "parts": commands, "rows": rows}
-    OUT.write_text(json.dumps(document, separators=(",", ":")) + "\n")
     OUT.with_suffix(".md").write_text(table(commands, list(cells.values())))
 
 
 def written_rows(cells: Sequence[Cell]) -> list[Any]:
-    """Cells of one data set, row and trust model together: [data, row, trust, epsilons, figures]."""
+    """Cells of one data set, row and trust model together: [data, row, trust, epsilons, means, errors]."""
     rows: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         rows.setdefault(cell[:3], []).append(cell)
-    return [[*key, " ".join(f"{c.epsilon:g}" for c in row), [c.accuracy for c in row]] for key, row in rows.items()]
+    return [
+        [*key, " ".join(f"{c.epsilon:g}" for c in row), [c.accuracy for c in row], [c.error for c in row]]
+        for key, row in rows.items()
+    ]
 
 
 def read_rows(rows: Sequence[Any]) -> list[Cell]:
     return [
-        Cell(*key, float(epsilon), tuple(accuracy))
-        for *key, epsilons, figures in rows
-        for epsilon, accuracy in zip(epsilons.split(), figures, strict=True)
+        Cell(*key, float(epsilon), tuple(accuracy), tuple(error))
+        for *key, epsilons, figures, errors in rows
+        for epsilon, accuracy, error in zip(epsilons.split(), figures, errors, strict=True)
     ]
 
 
@@ -462,14 +482,15 @@ def table(commands: Mapping[str, str], cells: Sequence[Cell]) -> str:
         "",
         ", ".join(f"`{each}`" for each in commands.values())
         + ". 70 rounds, δ = 1e-5, replace-one, Dirichlet 0.5 over 20 clients (10 for digits and "
-        "1,000 records, 30 sites for synthetic), pooled divisor. Means of three seeds.",
+        '1,000 records, 30 sites for synthetic), pooled divisor. Means of ten seeds; from "Few rounds" on '
+        "of three, but for the rare class.",
         "",
         f"The rival is, at each round, the best of {', '.join(RIVALS)} with the same records, each tuned for each cell "
         f"over {', '.join(str(len(each)) for each in RIVALS.values())} settings on the test records with another seed. "
         "Nobody pays for that tuning. `auto` and rivals have the same budget; `auto` pays from it for the mean of the "
         "records, by which it centres them, and rivals do not centre.",
     ]
-    lines += mean_table(figures)
+    lines += mean_table(figures, {cell[:4]: cell.error for cell in cells})
     columns = [f"ε = {e:g}" for e in EPSILONS]
     for trust in TRUSTS:
         lines += heading(trust, columns)
@@ -484,33 +505,40 @@ def table(commands: Mapping[str, str], cells: Sequence[Cell]) -> str:
     ends = list(itertools.product(ENDS, TRUSTS))
     for name in ABLATED:
         title = f"{name}: ablation, and sensitivity to each constant"
-        seeds = "Seed 1; the first row has three seeds."
+        seeds = "Seed 1; the first row has ten seeds."
         lines += heading(title, [f"ε = {e:g}, {trust}" for e, trust in ends], seeds)
         for row in (PLAIN, *VARIANTS):
             lines.append(line(row, (figures.get((name, row, trust, e)) for e, trust in ends)))
     return "\n".join(lines) + "\n"
 
 
-def mean_table(figures: Mapping[tuple[str, str, str, float], Sequence[float]]) -> list[str]:
+def mean_table(
+    figures: Mapping[tuple[str, str, str, float], Sequence[float]],
+    errors: Mapping[tuple[str, str, str, float], Sequence[float]],
+) -> list[str]:
     """How far `auto` is ahead of each rival, and of the best one of each cell, on average over the data sets."""
 
-    def ahead(trust: str, epsilon: float, k: int, methods: Sequence[str]) -> list[float]:
-        return [
-            100 * (figures[name, PLAIN, trust, epsilon][k] - max(figures[name, m, trust, epsilon][k] for m in methods))
-            for name in FILES
-        ]
+    def gap(name: str, trust: str, epsilon: float, k: int, methods: Sequence[str]) -> tuple[float, float]:
+        """The points by which `auto` is ahead of the best of the methods, and their standard error."""
+        best = max(methods, key=lambda method: figures[name, method, trust, epsilon][k])
+        own, other = (name, PLAIN, trust, epsilon), (name, best, trust, epsilon)
+        return 100 * (figures[own][k] - figures[other][k]), 100 * math.hypot(errors[own][k], errors[other][k])
 
     def shown_means(trust: str, methods: Sequence[str]) -> Iterator[str]:
         for epsilon in EPSILONS:
-            yield " → ".join(f"{statistics.mean(ahead(trust, epsilon, k, methods)):+.1f}" for k in range(len(ROUNDS)))
+            means = [statistics.mean(gap(n, trust, epsilon, k, methods)[0] for n in FILES) for k in range(len(ROUNDS))]
+            yield " → ".join(f"{each:+.1f}" for each in means)
 
     counts = []
     for k, number in enumerate(ROUNDS):
-        gaps = [gap for trust in TRUSTS for e in EPSILONS for gap in ahead(trust, e, k, list(RIVALS))]
+        gaps = [gap(*cell, k, list(RIVALS)) for cell in itertools.product(FILES, TRUSTS, EPSILONS)]
+        ahead = sum(points > 0 for points, _ in gaps), sum(points > 2 * doubt for points, doubt in gaps)
+        behind = [points for points, doubt in gaps if points < -2 * doubt]
         counts.append(
-            f"At round {number} it is ahead of the best rival of a cell in {sum(gap > 0 for gap in gaps)} of "
-            f"{len(gaps)} cells, and more than 0.3 points behind in {sum(gap < -0.3 for gap in gaps)} "
-            f"({statistics.mean(gaps):+.1f} on average)."
+            f"At round {number} it is ahead of the best rival of a cell in {ahead[0]} of {len(gaps)} cells, in "
+            f"{ahead[1]} by more than two standard errors. It is more than two standard errors behind in "
+            f"{len(behind)}, and in {sum(points < -0.3 for points in behind)} of these by more than 0.3 points "
+            f"({statistics.mean(points for points, _ in gaps):+.1f} on average)."
         )
     text = f"Points by which `auto` is ahead, mean over {len(FILES)} data sets. {' '.join(counts)}"
     lines = heading("Mean over the data sets", [f"ε = {e:g}" for e in EPSILONS], text)

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from sordino.checks import check_sums
-from sordino.checks.sums import OneAccumulator, SumFinding, sums
-from sordino.core import Shard
-from sordino.models import kernel
+from sordino.checks.sums import OneAccumulator, SumFinding, findings, graph_kinds, sums
+from sordino.core import Centre, Shard
+from sordino.models import cuda_graphs, kernel
 from sordino.models.linear import Linear, Loss
 
 QUERIES = 14
@@ -27,6 +27,15 @@ def test_the_twin_with_one_float32_accumulator_is_rejected():
     assert len(found) == QUERIES
     assert min(found.values()) > 1.5
     assert SumFinding("gram", "add-remove", 10, 1.5).problems
+
+
+@pytest.mark.parametrize("model", [Linear(1, 2), OneAccumulator(Linear(1, 2))])
+def test_sums_that_a_gpu_replays_are_searched_and_their_mutant_is_found(model, monkeypatch):
+    monkeypatch.setattr(cuda_graphs, "CapturedGraph", lambda f, inputs, **how: lambda at: f(*at))  # needs a GPU
+    centre = Centre(torch.zeros(1), torch.full((1,), 2.0))
+    for kind in graph_kinds(model, torch.zeros(4), centre):
+        for found in findings(*kind, rows=(10_000,)):
+            assert 0.99 < found.reached <= 1 if isinstance(model, Linear) else found.reached > 1.5, found
 
 
 def test_reports_name_what_was_checked():

@@ -48,6 +48,32 @@ def test_a_graph_keeps_what_its_function_reads(no_gpu):
     assert known() is None
 
 
+def test_no_garbage_is_collected_during_a_capture(no_gpu):
+    enabled = []
+    CapturedGraph(lambda t: enabled.append(gc.isenabled()) or t, (torch.zeros(3),))
+    assert enabled == [True, False], "the first call is no capture"
+    assert gc.isenabled()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_an_older_graph_in_garbage_does_not_end_a_capture():
+    def captured(often):
+        def f(t):
+            for _ in range(often):  # objects that a collection counts
+                kept.append([len(kept)])
+            return t + 1
+
+        return CapturedGraph(f, (torch.zeros(1000, device="cuda"),), autograd=False)
+
+    kept = []
+    for _ in range(5):
+        circle = [captured(0)]
+        circle.append(circle)
+        del circle
+        graph = captured(5000)
+        assert torch.equal(graph((torch.ones(1000, device="cuda"),)), torch.full((1000,), 2.0, device="cuda"))
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_replays_read_the_same_numbers_on_a_gpu():
     def captured():

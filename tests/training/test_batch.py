@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sordino.data.sources import load
+from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
 from sordino.models import softmax_batched
@@ -97,6 +98,30 @@ def test_runs_side_by_side_on_a_gpu(name, digits):
     for one, batched in zip(specs, many, strict=True):
         (alone,) = run_many([one], digits, device="cuda")
         torch.testing.assert_close(batched.theta, alone.theta, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_runs_with_class_weights_on_a_gpu(digits):
+    specs = [spec(method="auto", seed=s, class_weights=[*range(1, 11)], dtype="float32") for s in (1, 2)]
+    for one, batched in zip(specs, run_many(specs, digits, device="cuda"), strict=True):
+        (alone,) = run_many([one], digits)
+        torch.testing.assert_close(batched.theta.cpu(), alone.theta, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_sums_about_a_centre_are_those_without_a_cuda_graph(trust, digits, monkeypatch):
+    specs = [spec(method="auto", seed=s, epsilon=e, trust=trust, dtype="float32") for s, e in ((1, 2.0), (2, 8.0))]
+    replayed, graphs = run_many(specs, digits, device="cuda"), []
+
+    def plain(f, inputs, **how):
+        graphs.append(f)
+        return lambda at: f(*at)
+
+    monkeypatch.setattr(simulate, "CapturedGraph", plain)
+    for graph, again in zip(replayed, run_many(specs, digits, device="cuda"), strict=True):
+        torch.testing.assert_close(graph.theta, again.theta, rtol=1e-5, atol=1e-6)
+    assert graphs
 
 
 def test_rounds_to_stop_and_to_look_at(digits):

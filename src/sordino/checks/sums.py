@@ -19,6 +19,7 @@ from torch import Tensor
 
 from sordino.core import Adjacency, Blend, Centre, Shard
 from sordino.engines.oracle import centred_records
+from sordino.models import cuda_graphs
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.models.trees import Trees
@@ -66,6 +67,8 @@ def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool,
     centre = Centre(torch.zeros(1, device=device), torch.full((1,), 2.0, device=device))  # the pairs lie about 0
     about = centre.parameters(four)
     yield "centred gradient", False, lambda shard: softmax.clipped_sum(about, centred_records(shard, centre), SUM_CLIP)
+    if device == "cuda":
+        yield from graph_kinds(softmax, four, centre)
     yield "gram", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP)
     yield "gram, constant 7", True, lambda shard: pair.gram_sum(doubled(shard), SUM_CLIP, 7.0)
     yield "gram of persons", True, lambda shard: pair.gram_sum(repeated(doubled(shard)), SUM_CLIP)
@@ -75,6 +78,24 @@ def kinds(model: Callable[[Any], Any], device: str) -> Iterator[tuple[str, bool,
     yield "hazards gradient", False, lambda shard: hazards.clipped_sum(two, timed(shard), SUM_CLIP)
     trees = model(Trees(1, 1, Loss.SQUARES, trees=1, depth=1))
     yield "leaves", False, lambda shard: trees.leaves_sum(three, in_first_leaf(shard), SUM_CLIP, 0)
+
+
+def graph_kinds(softmax: Any, theta: Tensor, centre: Centre) -> Iterator[tuple[str, bool, ShardSum]]:
+    """The sums that simulation replays as CUDA graphs. A mutant's sum is on the CPU, so none is captured."""
+
+    def replayed(total: Callable[[Tensor], Tensor], at: Tensor) -> Tensor:
+        if not isinstance(softmax, Linear):
+            return total(at)
+        return cuda_graphs.CapturedGraph(total, [at], autograd=False)([at])
+
+    def centred(shard: Shard, at: Tensor, own: Centre) -> Tensor:
+        records = centred_records(shard, own)
+        return replayed(lambda now: softmax.clipped_sum(now, records, SUM_CLIP), own.parameters(at))
+
+    two, each = theta.expand(2, -1), Centre(*(part.expand(2, -1) for part in centre))
+    yield "gradient of two runs, CUDA graph", False, lambda shard: replayed(softmax.summing(shard, SUM_CLIP, 2), two)[0]
+    yield "centred gradient, CUDA graph", False, lambda shard: centred(shard, theta, centre)
+    yield "centred gradient of two runs, CUDA graph", False, lambda shard: centred(shard, two, each)[0]
 
 
 def timed(shard: Shard) -> Shard:
@@ -151,18 +172,25 @@ def sums(
       One finding per kind of sum and adjacency.
     """
     for name, semidefinite, total in kinds(model, device):
-        entry = 1 if semidefinite else 0
-        worst = dict.fromkeys(Adjacency, (0.0, 0))
-        term, short = (float(total(_one_record(size, device)).flatten()[entry]) for size in (LONG_RECORD, SHORT_RECORD))
-        gain = short / (SHORT_RECORD**2 if semidefinite else SHORT_RECORD)
-        for n, block in itertools.product(rows, BLOCKS):
-            here = pair(n, abs(term), abs(gain), semidefinite, block, device)
-            before = total(here).double()
-            for adjacency, there in neighbours(here, 0):
-                claim = SUM_CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * SUM_CLIP
-                moved = float((before - total(there).double()).norm()) / claim
-                worst[adjacency] = max(worst[adjacency], (moved, n))
-        yield from (SumFinding(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())
+        yield from findings(name, semidefinite, total, rows, device)
+
+
+def findings(
+    name: str, semidefinite: bool, total: ShardSum, rows: tuple[int, ...], device: str = "cpu"
+) -> Iterator[SumFinding]:
+    """The worst pair of neighbours for one kind of sum, per adjacency."""
+    entry = 1 if semidefinite else 0
+    worst = dict.fromkeys(Adjacency, (0.0, 0))
+    term, short = (float(total(_one_record(size, device)).flatten()[entry]) for size in (LONG_RECORD, SHORT_RECORD))
+    gain = short / (SHORT_RECORD**2 if semidefinite else SHORT_RECORD)
+    for n, block in itertools.product(rows, BLOCKS):
+        here = pair(n, abs(term), abs(gain), semidefinite, block, device)
+        before = total(here).double()
+        for adjacency, there in neighbours(here, 0):
+            claim = SUM_CLIP if adjacency is Adjacency.ADD_REMOVE else (2**0.5 if semidefinite else 2) * SUM_CLIP
+            moved = float((before - total(there).double()).norm()) / claim
+            worst[adjacency] = max(worst[adjacency], (moved, n))
+    yield from (SumFinding(name, adjacency, n, moved) for adjacency, (moved, n) in worst.items())
 
 
 def neighbours(shard: Shard, row: int) -> Iterator[tuple[Adjacency, Shard]]:
@@ -180,12 +208,15 @@ class OneAccumulator:
     def __init__(self, model: Linear | Hazards | Trees) -> None:
         self._model = model
 
+    def summing(self, shard: Shard, clip: float, runs: int) -> Callable[[Tensor], Tensor]:
+        return lambda theta: self.clipped_sum(theta, shard, clip)
+
     def __getattr__(self, name: str) -> Callable[..., Tensor]:
         def total(*arguments: Any, **how: Any) -> Tensor:
             at = next(k for k, part in enumerate(arguments) if isinstance(part, Shard))
             shard = arguments[at]
-            per_person = shard.per_person
-            x, y, mask = (t.reshape(-1, per_person, *t.shape[1:]) for t in shard[:3])
+            per_person, runs = shard.per_person, shard.x.dim() - 2  # 1 where runs have records of their own
+            x, y, mask = (t.reshape(*t.shape[:runs], -1, per_person, *t.shape[runs + 1 :]) for t in shard[:3])
             one = Shard(x, y, mask, None, per_person)  # one client per record, or per person
             parts = [part.unsqueeze(-2) if isinstance(part, Tensor) and part.dim() > 1 else part for part in arguments]
             each = getattr(self._model, name)(*parts[:at], one, *arguments[at + 1 :], **how).float()

@@ -302,7 +302,7 @@ class BatchedClients:
                 total = partial(gradient_sum, self.split, query, shard=centred_records(shard, centre))
                 if not keep:
                     return total(at)
-                if theta.is_cuda and self.team.size == 1 and not self.secret:  # no check has searched the graph
+                if theta.is_cuda and self.team.size == 1 and self._one_softmax(shard):
                     total = partial(_replayed, CapturedGraph(total, [at], autograd=False))
                 about = self._about = centre, query.clip, total
             return about[2](at)
@@ -350,6 +350,11 @@ class BatchedClients:
         if captured is None:
             return None
         return captured(theta, state, lambda: self._ahead_of(round_plan, 0, theta.shape[-1:], captured.rounds))
+
+    def _one_softmax(self, shard: Shard) -> bool:
+        """Whether the sum is of one softmax per record without class weights, which wait in the CPU's memory and so
+        cannot be part of a CUDA graph. `check_sums` searches the graphs of just these sums."""
+        return getattr(self.model, "plain", False) and shard.per_person == 1
 
     def _many_on_gpu(self, query: Query, theta: Tensor) -> bool:
         """Whether these are runs of one linear model over the same records on a GPU."""

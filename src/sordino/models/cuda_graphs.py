@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -48,6 +49,18 @@ class GraphCache:
         return self._graphs[key](inputs)
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Meanwhile no garbage is collected: it may hold an older graph, and freeing that one would end a capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class CapturedGraph:
     """A function captured as one CUDA graph, for inputs of one shape.
 
@@ -76,7 +89,8 @@ class CapturedGraph:
             gc.collect()  # frees tensors that autograd holds in cycles and that belong to other streams
         self._graph = torch.cuda.CUDAGraph()
         # Autograd runs in a thread of its own, which may make calls that are forbidden in this one.
-        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        capture = torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+        with no_collection(), capture:
             self._output = f(*self._inputs)
         torch.cuda.set_rng_state(rng_state, device)  # as if nothing had been drawn
 
