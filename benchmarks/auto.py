@@ -440,22 +440,26 @@ def main(folder: Path, device: str, parts: Sequence[str], only: str | None) -> N
     OUT.with_suffix(".md").write_text(table(commands, list(cells.values())))
 
 
-def written_rows(cells: Sequence[Cell]) -> list[Any]:
-    """Cells of one data set, row and trust model together: [data, row, trust, epsilons, means, errors]."""
+def written_rows(cells: Sequence[Cell]) -> list[list[str]]:
+    """Cells of one data set, row and trust model together: [data, row, trust, epsilons, means, errors], in percent."""
     rows: dict[tuple[str, str, str], list[Cell]] = {}
     for cell in cells:
         rows.setdefault(cell[:3], []).append(cell)
+
+    def listed(figures: Iterable[Sequence[float]]) -> str:
+        return ",".join(" ".join(f"{100 * each:.2f}" for each in cell) for cell in figures)
+
     return [
-        [*key, " ".join(f"{c.epsilon:g}" for c in row), [c.accuracy for c in row], [c.error for c in row]]
+        [*key, ",".join(f"{c.epsilon:g}" for c in row), listed(c.accuracy for c in row), listed(c.error for c in row)]
         for key, row in rows.items()
     ]
 
 
-def read_rows(rows: Sequence[Any]) -> list[Cell]:
+def read_rows(rows: Sequence[Sequence[str]]) -> list[Cell]:
     return [
-        Cell(*key, float(epsilon), tuple(accuracy), tuple(error))
-        for *key, epsilons, figures, errors in rows
-        for epsilon, accuracy, error in zip(epsilons.split(), figures, errors, strict=True)
+        Cell(data, row, trust, float(epsilon), *(tuple(float(each) / 100 for each in part.split()) for part in parts))
+        for data, row, trust, *lists in rows
+        for epsilon, *parts in zip(*(each.split(",") for each in lists), strict=True)
     ]
 
 
