@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from sordino.core import Batch, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Batch, Kind, Lemma, Local, Method, Privacy, Query, Rule, Stage, Trust, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.engines.oracle import clipped, noised
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
-from sordino.models.linear import Linear
+from sordino.models.linear import Linear, Loss
 from sordino.models.torch_model import TorchModel
 from sordino.privacy import calibration
 from sordino.privacy.mechanisms.gaussian import GRID_BITS, Draw
@@ -227,6 +227,44 @@ def test_a_released_matrix_is_about_all_records():
     method = Method("toy", Unit.RECORD, (Stage(Local(compute), scale(-1.0), (query,)),), EVERY)
     with pytest.raises(OverspentError, match="leave `on` out"):
         next(reference.run(plan_for(records, method), Linear(3, 2), records, Seeded(0)))
+
+
+class Skewed(Linear):
+    """Some matrix products differ across the diagonal in the last bit; here they differ by more, to be seen."""
+
+    def _skewed(self, total):
+        return total + torch.ones_like(total).triu(1)
+
+    def gram_sum(self, *arguments, **how):
+        return self._skewed(super().gram_sum(*arguments, **how))
+
+    def curvature_sum(self, *arguments, **how):
+        return self._skewed(super().curvature_sum(*arguments, **how))
+
+    def fisher_sum(self, *arguments, **how):
+        return self._skewed(super().fisher_sum(*arguments, **how))
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize("trust", list(Trust))
+@pytest.mark.parametrize("kind", [Kind.GRAM, Kind.CURVATURE, Kind.FISHER])
+def test_a_released_matrix_has_no_part_without_noise(engine, trust, kind):
+    """Noise on entries (i, j) and (j, i) is one number, so their difference would be released as it is."""
+
+    def ask_for_matrix(ask, broadcast, memory, cache):
+        return ask.gram() if kind is Kind.GRAM else getattr(ask, str(kind))(broadcast.theta)
+
+    def init(theta, facts, before):
+        return ()
+
+    rule = Rule(init, lambda matrix, state, theta, t: (torch.zeros_like(theta), state))
+    stage = Stage(Local(ask_for_matrix), rule, (Query(kind, 5.0, psd=True),))
+    method, records = Method("matrices", Unit.RECORD, (stage,), EVERY), small()
+    plan = Plan(method, 2, records.sizes, Privacy(epsilon=8.0, trust=trust))
+    for result in engine.run(plan, Skewed(3, 1, Loss.LOGISTIC), records, Secure()):
+        matrix = result.aggregate
+        assert matrix.shape[-2:] == (4, 4)
+        assert torch.equal(matrix, matrix.mT)
 
 
 def test_a_message_that_is_not_finite_tells_nothing():

@@ -82,6 +82,25 @@ def test_records_loaded_on_demand_are_held_to_the_plan_too(engine):
 
 
 @ENGINES
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_records_in_half_precision_are_refused(engine, dtype):
+    """Their lengths would be rounded by more than the margin of the clip."""
+    x, y, client = torch.ones(8, 3), torch.zeros(8, dtype=torch.long), np.arange(8) % 2
+    whole = Records.of(x, y, client)
+    for records in (replace(whole, x=x.to(dtype)), Lazy.of((4, 4), lambda i: (x[:4].to(dtype), y[:4]))):
+        assert "convert it to torch.float32" in refusal(engine, plan_for("dp-fedgd", (4, 4)), MODEL, records)
+    with pytest.raises(SordinoError, match=r"convert it to torch\.float32"):
+        Records.of(x, y, client, dtype=dtype)
+
+
+@ENGINES
+def test_a_later_client_in_another_type_is_refused(engine):
+    types = [torch.float64, torch.bfloat16]
+    lazy = Lazy.of((4, 4), lambda i: (torch.ones(4, 3, dtype=types[i]), torch.zeros(4, dtype=torch.long)))
+    assert "torch.bfloat16 at client 1" in refusal(engine, plan_for("dp-fedgd", (4, 4)), MODEL, lazy)
+
+
+@ENGINES
 @pytest.mark.parametrize(("name", "kind"), [("auto", "gram"), ("fednewton", "curvature")])
 def test_a_method_that_needs_a_matrix_is_refused_with_a_network(engine, name, kind):
     records, model = classified((8, 8)), TorchModel(nn.Sequential(nn.Linear(3, 3)))

@@ -146,6 +146,22 @@ def _weights(weight: np.ndarray, records: int) -> Tensor:
     return factor
 
 
+def check_precision(dtype: torch.dtype) -> None:
+    """Refuse records in half precision.
+
+    Args:
+        dtype: Type of the features.
+
+    Raises:
+        SordinoError: It has fewer than 32 bits, so rounding makes clipped gradients longer than the clip.
+    """
+    if dtype.is_floating_point and torch.finfo(dtype).bits < 32:
+        raise SordinoError(
+            f"x: of type {dtype}, in which rounding makes clipped gradients longer than the clip; convert it to "
+            "torch.float32. A transformer computes in bfloat16 all the same with dtype = bfloat16."
+        )
+
+
 def _check_finite(values: Tensor, field: str) -> None:
     """Refuse NaN and infinity: such a record would count as one of the client's, and contribute nothing."""
     # A sum is finite only if every term is. numpy needs no copy of the values for it; torch would make one in float64.
@@ -226,6 +242,7 @@ class Records:
             raise SordinoError("client: give one client number for every record, as in [0, 0, 1, 2, 1]; see split().")
         if not len(x) == len(y) == len(client):
             raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
+        check_precision(dtype)
         x = x.to(dtype)
         _check_finite(x, "x")
         _check_finite(y, "y")
@@ -257,6 +274,7 @@ class Records:
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""
         features, classes = getattr(model, "features", None), getattr(model, "outputs", None)
+        check_precision(self.x.dtype)
         if features is not None and self.x.shape[-1] != features:
             raise SordinoError(f"x: {self.x.shape[-1]} features, but the model reads {features}; they must agree.")
         kind = str(getattr(model, "kind", "softmax"))
@@ -385,6 +403,8 @@ class Lazy:
             raise SordinoError(
                 f"clients: client {i} has {len(x)} records, but {self.sizes[i]} were declared; make both equal."
             )
+        if x.dtype is not self.x.dtype:
+            raise SordinoError(f"x: of type {x.dtype} at client {i}, and {self.x.dtype} at client 0; make both equal.")
         return Shard(x, y, x.new_ones(len(x)))
 
     def keep(self, cohort: np.ndarray) -> None:
