@@ -555,7 +555,7 @@ class Query:
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
-          most sqrt(2) C, for their inner product is not negative. The same holds for vectors without negative entries.
+          most sqrt(2) C, because their inner product is not negative. So do two vectors without negative entries.
         - A record or a person may carry its client's clipped message from anywhere in the ball to anywhere, joining or
           not: 2C.
         """
@@ -804,7 +804,7 @@ class Stage(NamedTuple):
     local: Local
     rule: Rule
     queries: tuple[Query, ...]
-    rounds: int | None = None  # None: all that the other stages leave
+    rounds: int | None = None
 
     def with_part(self, part: float) -> Stage:
         """The same stage in a method that leaves it this part of the budget: declared shares shrink in proportion."""
@@ -823,7 +823,7 @@ class Method(NamedTuple):
         caveat: Why the other pairs are not proved.
         assumes: What the promise rests on beside the noise; the certificate states it.
         registered: The stages and pairs as `methods.build` made them; None for a method written by hand.
-        fewer: How to build it for fewer rounds than its stages need, where that is possible.
+        fewer: How to build it for fewer rounds, where that is possible; the error that refuses too few rounds says it.
 
     Example:
         >>> from sordino.methods import build
@@ -836,10 +836,10 @@ class Method(NamedTuple):
     unit: Unit
     stages: tuple[Stage, ...]
     proves: frozenset[tuple[Unit, Trust]]
-    caveat: str = ""  # why the other pairs are not proved
-    assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
+    caveat: str = ""
+    assumes: tuple[str, ...] = ()
     registered: tuple[tuple[Stage, ...], frozenset[tuple[Unit, Trust]]] | None = None
-    fewer: str = ""  # how to build it for fewer rounds, for the message that refuses them
+    fewer: str = ""
 
     @property
     def by_hand(self) -> bool:
@@ -852,24 +852,42 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Every public number of a run; rules and local rules may read it."""
+    """Every public number of a run; rules and local rules may read it.
+
+    Attributes:
+        clients: Number of clients.
+        sizes: Records of each client; empty at client level, where they are not public.
+        rounds: Number of rounds.
+        cohort: Expected participants of a round.
+        aggregate_std: Noise per coordinate on the aggregate, from the stage's first noised query. Runs that are trained
+            together and differ in it have one each (runs x 1).
+        shapes: Of the model's parameters, which theta strings together.
+        blocks: A number for each of theta's entries; entries with the same number share a second moment.
+        adapters: Which of `shapes` are the A and the B of each low-rank adapter.
+        numeric: The labels are numbers, so the scale of the model's output counts.
+        rates: The output is the logarithm of a rate, to which the curvature is proportional.
+        intervals: Of a survival model.
+        mean_weight: Of a record's term: below 1 where classes have weights.
+        persons: Sums have one clipped term per person.
+        same_records: Every round is about all records: everybody takes part, and there are no minibatches.
+        query_stds: As `aggregate_std`, for each noised query of the stage.
+    """
 
     clients: int
-    sizes: np.ndarray  # of the clients; empty at client level, where they are not public
+    sizes: np.ndarray
     rounds: int
-    cohort: float  # expected participants of a round
-    aggregate_std: float | Tensor  # noise per coordinate on the aggregate, from the stage's first noised query; of runs
-    # that differ in it, one each (runs x 1)
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
-    blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
-    adapters: tuple[tuple[int, int], ...] = ()  # which of `shapes` are the A and the B of each low-rank adapter
-    numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
-    rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
-    intervals: int = 0  # of a survival model
-    mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
-    persons: bool = False  # sums have one clipped term per person
-    same_records: bool = True  # every round is about all records: everybody takes part, and there are no minibatches
-    query_stds: tuple[float | Tensor, ...] = ()  # as `aggregate_std`, of each noised query of the stage
+    cohort: float
+    aggregate_std: float | Tensor
+    shapes: tuple[tuple[int, ...], ...] = ()
+    blocks: Tensor | None = None
+    adapters: tuple[tuple[int, int], ...] = ()
+    numeric: bool = False
+    rates: bool = False
+    intervals: int = 0
+    mean_weight: float = 1.0
+    persons: bool = False
+    same_records: bool = True
+    query_stds: tuple[float | Tensor, ...] = ()
 
 
 class Checkpoint(NamedTuple):
@@ -900,7 +918,7 @@ class Round(NamedTuple):
     """
 
     t: int
-    model: Tensor  # to evaluate and to hand out
+    model: Tensor
     cohort: np.ndarray
-    aggregate: Tree  # () if no client took part
+    aggregate: Tree
     checkpoint: Checkpoint
