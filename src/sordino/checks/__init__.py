@@ -191,10 +191,9 @@ def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: 
     if not lemmas or not all(lemma.sampled for lemma in lemmas):
         return
     difference = engines(method, models[0], seed=seed, sampling=MINIBATCHES)
-    differ = f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"
     adjacency = Adjacency.ADD_REMOVE
     for worst, missed in _searched(method, models[:1], adjacency, trials, seed, MINIBATCHES):
-        problems = [*([] if difference <= TOLERANCE else [differ]), *worst.problems, *missed]
+        problems = [*_apart_engines(difference), *worst.problems, *missed]
         numbers = (worst.claimed, worst.worst, difference)
         yield Report(f"{name} {MINIBATCHES}", method.unit, adjacency, worst.query, *numbers, not problems, problems)
 
@@ -418,9 +417,8 @@ def check_streams(name: str = STREAMS, *, seed: int = 0, units: Sequence[Unit] =
     for unit, (mechanism, options) in itertools.product(units, MECHANISMS.items()):
         method = entry("dp-ftrl").at(unit, **options)
         found, difference = streams(method), engines(method, CHECKED_MODELS[0], seed=seed)
-        problems = found.problems + [_missed("streams", mutant) for mutant in missed_mutants(method)]
-        if not difference <= TOLERANCE:
-            problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
+        missed = [_missed("streams", mutant) for mutant in missed_mutants(method)]
+        problems = [*found.problems, *missed, *_apart_engines(difference)]
         numbers = (found.claimed, found.worst, difference, not problems, problems)
         reports.append(Report(f"{name} {mechanism}", unit, "", "0.0 stream", *numbers))
     return reports
@@ -510,8 +508,8 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
             f"engines: an engine refuses the method under {refusals[0]} Local steps, memory, and messages other than "
             "plain answers are proved for untrusted-server only; leave the other pairs out of `proves`."
         )
-    elif not difference <= TOLERANCE:
-        problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
+    else:
+        problems += _apart_engines(difference)
     rejects: dict[str, Callable[..., bool]] = {
         "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
         "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
@@ -566,6 +564,13 @@ def _searched(
             for k in here:
                 missed[k] += [] if found[k].beyond else [_missed("sensitivity", mutant)]
     yield from zip((found for _, found in worst), missed, strict=True)
+
+
+def _apart_engines(difference: float) -> list[str]:
+    """The problem of engines that differ; none if they agree."""
+    if difference <= TOLERANCE:
+        return []
+    return [f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"]
 
 
 def _missed(contract: str, mutant: Callable[..., Any]) -> str:
