@@ -45,7 +45,7 @@ PERSON_CHOICES = ("first", "random")
 
 
 class Unit(StrEnum):
-    """Whose presence is hidden: one record, all records of one person, or a whole client.
+    """Who is protected: one record, all records of one person, or a whole client.
 
     Example:
         >>> [unit.value for unit in Unit]
@@ -223,13 +223,13 @@ class Model(Protocol):
     def size(self) -> int: ...
     def init(self, generator: torch.Generator | None = None) -> Tensor: ...
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Of one example."""
+        """The loss of one example."""
         ...
 
     def predict(self, theta: Tensor, x: Tensor) -> Tensor: ...
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parameters that theta strings together."""
+        """The shapes of the parameters that theta strings together."""
         ...
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
@@ -316,7 +316,7 @@ class Correlated(Noise):
         return square and not any((f - np.diag(f.diagonal())).any() for f in (self.encoder, self.decoder))
 
     def sensitivity(self, rounds: np.ndarray) -> float:
-        """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
+        """The sensitivity to a unit that takes part in exactly `rounds`: by at most 1 each time, in any direction."""
         rounds = np.asarray(rounds)
         chosen: Any = slice(len(rounds)) if np.array_equal(rounds, np.arange(len(rounds))) else rounds  # a view is fast
         return float(np.sqrt((self._moves[:, chosen].sum(1) ** 2).sum()))
@@ -463,7 +463,7 @@ class Clipping:
 
     @staticmethod
     def parse(text: str) -> Clipping:
-        """From `flat`, `per-layer`, `per-layer:1,2,1`, `automatic` or `automatic:0.01`."""
+        """Read `flat`, `per-layer`, `per-layer:1,2,1`, `automatic` or `automatic:0.01`."""
         law, _, rest = text.partition(":")
         try:
             numbers = tuple(float(number) for number in rest.split(",")) if rest else ()
@@ -646,8 +646,9 @@ class Ask(Protocol):
         blend: Blend | None = None,
         centre: Centre | None = None,
     ) -> Tensor:
-        """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records.
+        """The clipped, noised mean gradient over all records, or over a fresh minibatch if the plan draws any.
 
+        A sum over a minibatch is divided by its expected size.
         `blend` adds a second gradient to each record's, and `scale` multiplies the sum entry by entry, before the clip.
         With `part`, numbers of entries of theta, only these entries of a record's gradient are clipped, noised and
         answered, in this order. With `centre`, it is the gradient of the same predictions by the parameters of a linear
@@ -656,23 +657,28 @@ class Ask(Protocol):
         ...
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
-        """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
+        """The mean of 1/2 for each record whose gradient times `scale` has a norm up to 1, and of -1/2 for others."""
         ...
 
     def calibration(self, theta: Tensor, differences: bool = False) -> Tensor:
-        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes.
+        """The shares of the classes among all labels, then the mean probabilities of the classes.
 
         With `differences`, the shares minus the probabilities, then `CALIBRATION_LEVEL` times the probabilities."""
         ...
 
     def slope(self, theta: Tensor) -> Tensor:
-        """Of all records of two classes, eight means: with y and p the label and probability of the second class, t the
-        log-odds over 4, clamped to -1 … 1, t+ and t- its positive and negative part, w = p (1 - p): y t+, p t+,
-        (1 - y) t-, (1 - p) t-, w, w t+, w t-, w t^2."""
+        """Means over all records of two classes of y t+, p t+, (1 - y) t-, (1 - p) t-, w, w t+, w t- and w t^2.
+
+        Here y and p are the label and the probability of the second class, t the log-odds over 4, clamped to -1 … 1, t+
+        and t- its positive and negative part, and w = p (1 - p).
+        """
         ...
 
     def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        """Over all records, or over a minibatch and divided by its expected size; then it must carry no noise."""
+        """The mean Hessian over all records.
+
+        Over a minibatch it is divided by the expected size, and must carry no noise.
+        """
         ...
 
     def curvature_times(self, theta: Tensor, v: Tensor, on: Batch | None = None) -> Tensor:
@@ -680,11 +686,11 @@ class Ask(Protocol):
         ...
 
     def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        """As `curvature`, of g g^T."""
+        """The mean of g g^T over clipped gradients g; `on` as in `curvature`."""
         ...
 
     def gram(self, constant: float = 1.0) -> Tensor:
-        """Of all records: the mean of u u^T, where u is x, and `constant` if the model has a bias."""
+        """The mean of u u^T over all records, where u is x, followed by `constant` if the model has a bias."""
         ...
 
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
@@ -695,11 +701,11 @@ class Ask(Protocol):
         ...
 
     def tally(self, theta: Tensor) -> Tensor:
-        """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
+        """One vector of counts and bounded sums over all records (`models.tally`), whatever the minibatches."""
         ...
 
     def std(self, kind: Kind) -> Tensor:
-        """Of the noise on one number of this client's answer: public."""
+        """The standard deviation of the noise on one number of this client's answer; public."""
         ...
 
     def sample(self) -> Batch:

@@ -273,7 +273,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """For sums of integers: the clients whose noise counts, and epsilon against the server alone."""
+    """The clients whose noise counts in a sum of integers, and epsilon against the server alone."""
     if plan.integers is None:
         return None
     how, honest = plan.integers, plan.integers.honest(plan.clients)

@@ -122,7 +122,7 @@ class BlackBox(NamedTuple):
         return bool(self.lower > self.certified)
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result, ready for JSON."""
         attackers = [each._asdict() for each in self.attackers]
         return {**self._asdict(), "attackers": attackers, "broken": self.broken}
 

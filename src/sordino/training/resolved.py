@@ -143,7 +143,7 @@ class ResolvedSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of records, sums and noise."""
+        """The type of records, sums and noise."""
         wide = self.spec.dtype == "float64" or self.spec.integers  # integers are exact multiples of float64 sums
         return torch.float64 if wide else torch.float32
 
@@ -540,7 +540,7 @@ class ResolvedSpec:
 
     @property
     def doubts(self) -> list[str]:
-        """Why nothing can be certified of this partition of these data; empty where something can."""
+        """Why no run on these data with this partition can be certified; empty if it can."""
         if self.source.open or not self.partition.reads_labels:
             return []
         name = _without_folders(self.source.name)
@@ -851,7 +851,7 @@ def _portable(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_folders(value: Any) -> Any:
-    """Of a text that is a whole path, or has one after a colon, the last name alone; anything else as it is.
+    """A path, or a path after a colon, without its folders; any other value unchanged.
 
     >>> _without_folders("/home/a/b.csv"), _without_folders("counts:/home/a/b.csv"), _without_folders("dirichlet:0.5")
     ('b.csv', 'counts:b.csv', 'dirichlet:0.5')
