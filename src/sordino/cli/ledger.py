@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
-from sordino.errors import SordinoError
+from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
 
 if TYPE_CHECKING:
     from sordino.evidence.ledger import Ledger
@@ -29,14 +28,12 @@ STATED = {
 
 
 def add(commands: Any) -> None:
-    parent = command(
+    parts = steps(
         commands,
         "ledger",
-        act,
         "show or export what was spent, by which run and when; open an account",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP")
     show = command(
         parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
     )
@@ -75,10 +72,6 @@ def add(commands: Any) -> None:
     for parser in (show, export, new, choice, fixed, compact):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
-
-
-def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show, export, new-account, any-choice, fixed-plan or compact.")
 
 
 def open_ledger(file: str) -> Any:
