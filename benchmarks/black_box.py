@@ -16,7 +16,8 @@ from typing import Any
 
 from provenance import provenance
 from sordino.cli import main as sordino
-from sordino.studies.black_box import audit_run
+from sordino.studies.black_box import attack
+from sordino.training.run import prepare, reopen
 
 OUT = Path(__file__).parents[1] / "results" / "black_box.json"
 COUNT, SEED = 300, 1
@@ -33,7 +34,7 @@ def audited(words: str) -> dict[str, Any]:
         out = Path(folder) / "run"
         if sordino(["run", *words.split(), "--out", str(out)]):
             raise SystemExit(f"sordino run {words} failed")
-        found = audit_run(out, runs=COUNT, seed=SEED)
+        found = attack(prepare(reopen(out)), runs=COUNT, seed=SEED)
     attackers = [{k: _short(v) for k, v in each._asdict().items() if k != "roc"} for each in found.attackers]
     kept = ("certified", "delta", "guess", "canary", "runs", "rounds", "confidence", "tries")
     values = {name: _short(getattr(found, name)) for name in kept}

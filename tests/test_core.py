@@ -198,7 +198,7 @@ def test_no_noise_is_asked_for_by_infinity():
         Privacy(epsilon=math.inf, client_epsilon={0: 1.0})
 
 
-def test_nearest():
+def test_nearest_suggests_a_close_name_or_lists_all():
     assert nearest("dp-fedgt", ["dp-fedgd", "dp-fedyogi"]) == " Did you mean 'dp-fedgd'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
     assert nearest("fedgd", ["dp-fedgd", "fedsgd"]) == " Did you mean 'dp-fedgd'?", "though fedsgd is nearer"

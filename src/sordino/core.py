@@ -45,7 +45,7 @@ PERSON_CHOICES = ("first", "random")
 
 
 class Unit(StrEnum):
-    """Whose presence is hidden: one record, all records of one person, or a whole client.
+    """Who is protected: one record, all records of one person, or a whole client.
 
     Example:
         >>> [unit.value for unit in Unit]
@@ -223,13 +223,13 @@ class Model(Protocol):
     def size(self) -> int: ...
     def init(self, generator: torch.Generator | None = None) -> Tensor: ...
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        """Of one example."""
+        """The loss of one example."""
         ...
 
     def predict(self, theta: Tensor, x: Tensor) -> Tensor: ...
     @property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """Of the parameters that theta strings together."""
+        """The shapes of the parameters that theta strings together."""
         ...
 
     def clipped_sum(self, theta: Tensor, shard: Shard, clip: float, scale: Tensor | None = None) -> Tensor:
@@ -316,7 +316,7 @@ class Correlated(Noise):
         return square and not any((f - np.diag(f.diagonal())).any() for f in (self.encoder, self.decoder))
 
     def sensitivity(self, rounds: np.ndarray) -> float:
-        """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
+        """The sensitivity to a unit that takes part in exactly `rounds`: by at most 1 each time, in any direction."""
         rounds = np.asarray(rounds)
         chosen: Any = slice(len(rounds)) if np.array_equal(rounds, np.arange(len(rounds))) else rounds  # a view is fast
         return float(np.sqrt((self._moves[:, chosen].sum(1) ** 2).sum()))
@@ -463,7 +463,7 @@ class Clipping:
 
     @staticmethod
     def parse(text: str) -> Clipping:
-        """From `flat`, `per-layer`, `per-layer:1,2,1`, `automatic` or `automatic:0.01`."""
+        """Read `flat`, `per-layer`, `per-layer:1,2,1`, `automatic` or `automatic:0.01`."""
         law, _, rest = text.partition(":")
         try:
             numbers = tuple(float(number) for number in rest.split(",")) if rest else ()
@@ -555,7 +555,7 @@ class Query:
 
         - One unit more or less changes a sum of clipped terms by one of them: C.
         - One term for another: two vectors of norm C differ by at most 2C; two positive semi-definite matrices by at
-          most sqrt(2) C, for their inner product is not negative. The same holds for vectors without negative entries.
+          most sqrt(2) C, because their inner product is not negative. So do two vectors without negative entries.
         - A record or a person may carry its client's clipped message from anywhere in the ball to anywhere, joining or
           not: 2C.
         """
@@ -646,8 +646,9 @@ class Ask(Protocol):
         blend: Blend | None = None,
         centre: Centre | None = None,
     ) -> Tensor:
-        """Over a fresh minibatch where the plan draws any, and divided by its expected size; else over all records.
+        """The clipped, noised mean gradient over all records, or over a fresh minibatch if the plan draws any.
 
+        A sum over a minibatch is divided by its expected size.
         `blend` adds a second gradient to each record's, and `scale` multiplies the sum entry by entry, before the clip.
         With `part`, numbers of entries of theta, only these entries of a record's gradient are clipped, noised and
         answered, in this order. With `centre`, it is the gradient of the same predictions by the parameters of a linear
@@ -656,23 +657,28 @@ class Ask(Protocol):
         ...
 
     def count(self, theta: Tensor, scale: Tensor) -> Tensor:
-        """Of records whose gradient times `scale` has a norm up to 1, each as 1/2, and of the others, each as -1/2."""
+        """The mean of 1/2 for each record whose gradient times `scale` has a norm up to 1, and of -1/2 for others."""
         ...
 
     def calibration(self, theta: Tensor, differences: bool = False) -> Tensor:
-        """Of all records: the shares of the classes among the labels, then the mean probabilities of the classes.
+        """The shares of the classes among all labels, then the mean probabilities of the classes.
 
         With `differences`, the shares minus the probabilities, then `CALIBRATION_LEVEL` times the probabilities."""
         ...
 
     def slope(self, theta: Tensor) -> Tensor:
-        """Of all records of two classes, eight means: with y and p the label and probability of the second class, t the
-        log-odds over 4, clamped to -1 … 1, t+ and t- its positive and negative part, w = p (1 - p): y t+, p t+,
-        (1 - y) t-, (1 - p) t-, w, w t+, w t-, w t^2."""
+        """Means over all records of two classes of y t+, p t+, (1 - y) t-, (1 - p) t-, w, w t+, w t- and w t^2.
+
+        Here y and p are the label and the probability of the second class, t the log-odds over 4, clamped to -1 … 1, t+
+        and t- its positive and negative part, and w = p (1 - p).
+        """
         ...
 
     def curvature(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        """Over all records, or over a minibatch and divided by its expected size; then it must carry no noise."""
+        """The mean Hessian over all records.
+
+        Over a minibatch it is divided by the expected size, and must carry no noise.
+        """
         ...
 
     def curvature_times(self, theta: Tensor, v: Tensor, on: Batch | None = None) -> Tensor:
@@ -680,11 +686,11 @@ class Ask(Protocol):
         ...
 
     def fisher(self, theta: Tensor, on: Batch | None = None) -> Tensor:
-        """As `curvature`, of g g^T."""
+        """The mean of g g^T over clipped gradients g; `on` as in `curvature`."""
         ...
 
     def gram(self, constant: float = 1.0) -> Tensor:
-        """Of all records: the mean of u u^T, where u is x, and `constant` if the model has a bias."""
+        """The mean of u u^T over all records, where u is x, followed by `constant` if the model has a bias."""
         ...
 
     def leaves(self, theta: Tensor, tree: Tensor) -> Tensor:
@@ -695,11 +701,11 @@ class Ask(Protocol):
         ...
 
     def tally(self, theta: Tensor) -> Tensor:
-        """Of all records: one vector of counts and bounded sums (`models.tally`), whatever the minibatches."""
+        """One vector of counts and bounded sums over all records (`models.tally`), whatever the minibatches."""
         ...
 
     def std(self, kind: Kind) -> Tensor:
-        """Of the noise on one number of this client's answer: public."""
+        """The standard deviation of the noise on one number of this client's answer; public."""
         ...
 
     def sample(self) -> Batch:
@@ -804,7 +810,7 @@ class Stage(NamedTuple):
     local: Local
     rule: Rule
     queries: tuple[Query, ...]
-    rounds: int | None = None  # None: all that the other stages leave
+    rounds: int | None = None
 
     def with_part(self, part: float) -> Stage:
         """The same stage in a method that leaves it this part of the budget: declared shares shrink in proportion."""
@@ -823,7 +829,7 @@ class Method(NamedTuple):
         caveat: Why the other pairs are not proved.
         assumes: What the promise rests on beside the noise; the certificate states it.
         registered: The stages and pairs as `methods.build` made them; None for a method written by hand.
-        fewer: How to build it for fewer rounds than its stages need, where that is possible.
+        fewer: How to build it for fewer rounds, where that is possible; the error that refuses too few rounds says it.
 
     Example:
         >>> from sordino.methods import build
@@ -836,10 +842,10 @@ class Method(NamedTuple):
     unit: Unit
     stages: tuple[Stage, ...]
     proves: frozenset[tuple[Unit, Trust]]
-    caveat: str = ""  # why the other pairs are not proved
-    assumes: tuple[str, ...] = ()  # what the promise rests on beside the noise, for the certificate
+    caveat: str = ""
+    assumes: tuple[str, ...] = ()
     registered: tuple[tuple[Stage, ...], frozenset[tuple[Unit, Trust]]] | None = None
-    fewer: str = ""  # how to build it for fewer rounds, for the message that refuses them
+    fewer: str = ""
 
     @property
     def by_hand(self) -> bool:
@@ -852,24 +858,42 @@ class Method(NamedTuple):
 
 @dataclass(frozen=True)
 class Facts:
-    """Every public number of a run; rules and local rules may read it."""
+    """Every public number of a run; rules and local rules may read it.
+
+    Attributes:
+        clients: Number of clients.
+        sizes: Records of each client; empty at client level, where they are not public.
+        rounds: Number of rounds.
+        cohort: Expected participants of a round.
+        aggregate_std: Noise per coordinate on the aggregate, from the stage's first noised query. Runs that are trained
+            together and differ in it have one each (runs x 1).
+        shapes: Of the model's parameters, which theta strings together.
+        blocks: A number for each of theta's entries; entries with the same number share a second moment.
+        adapters: Which of `shapes` are the A and the B of each low-rank adapter.
+        numeric: The labels are numbers, so the scale of the model's output counts.
+        rates: The output is the logarithm of a rate, to which the curvature is proportional.
+        intervals: Of a survival model.
+        mean_weight: Of a record's term: below 1 where classes have weights.
+        persons: Sums have one clipped term per person.
+        same_records: Every round is about all records: everybody takes part, and there are no minibatches.
+        query_stds: As `aggregate_std`, for each noised query of the stage.
+    """
 
     clients: int
-    sizes: np.ndarray  # of the clients; empty at client level, where they are not public
+    sizes: np.ndarray
     rounds: int
-    cohort: float  # expected participants of a round
-    aggregate_std: float | Tensor  # noise per coordinate on the aggregate, from the stage's first noised query; of runs
-    # that differ in it, one each (runs x 1)
-    shapes: tuple[tuple[int, ...], ...] = ()  # of the model's parameters, which theta strings together
-    blocks: Tensor | None = None  # of theta's entries: those with one number share a second moment
-    adapters: tuple[tuple[int, int], ...] = ()  # which of `shapes` are the A and the B of each low-rank adapter
-    numeric: bool = False  # the labels are numbers, so the scale of the model's output counts
-    rates: bool = False  # the output is the logarithm of a rate, which the curvature is proportional to
-    intervals: int = 0  # of a survival model
-    mean_weight: float = 1.0  # of a record's term: below 1 where classes have weights
-    persons: bool = False  # sums have one clipped term per person
-    same_records: bool = True  # every round is about all records: everybody takes part, and there are no minibatches
-    query_stds: tuple[float | Tensor, ...] = ()  # as `aggregate_std`, of each noised query of the stage
+    cohort: float
+    aggregate_std: float | Tensor
+    shapes: tuple[tuple[int, ...], ...] = ()
+    blocks: Tensor | None = None
+    adapters: tuple[tuple[int, int], ...] = ()
+    numeric: bool = False
+    rates: bool = False
+    intervals: int = 0
+    mean_weight: float = 1.0
+    persons: bool = False
+    same_records: bool = True
+    query_stds: tuple[float | Tensor, ...] = ()
 
 
 class Checkpoint(NamedTuple):
@@ -900,7 +924,7 @@ class Round(NamedTuple):
     """
 
     t: int
-    model: Tensor  # to evaluate and to hand out
+    model: Tensor
     cohort: np.ndarray
-    aggregate: Tree  # () if no client took part
+    aggregate: Tree
     checkpoint: Checkpoint

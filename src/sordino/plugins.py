@@ -90,7 +90,7 @@ class Plugin(NamedTuple):
             ) from error
 
     def sha256(self) -> str:
-        """Of names and contents of every file in the package (or of the one module) that the entry point is in."""
+        """A hash of the names and contents of all files in the package (or of the one module) of the entry point."""
         spec = find_spec(self.point.module.partition(".")[0])
         if spec is None or not (spec.origin or spec.submodule_search_locations):
             raise SordinoError(f"{self.group}: '{self.name}' of {self.about} has no files; install the package again.")

@@ -28,7 +28,7 @@ def test_a_mutant_that_is_none_is_noticed(monkeypatch):
 
 
 def test_the_model_is_checked_by_its_name_too(monkeypatch, capsys):
-    monkeypatch.setattr(checks, "check_sequences", lambda name: [passed("add-remove")._replace(name=name)])
+    monkeypatch.setitem(checks.SUITES, "sequences", lambda name: [passed("add-remove")._replace(name=name)])
     assert main(["check", "causal-lora", "sequences", "--json"]) == 0
     assert [report["name"] for report in json.loads(capsys.readouterr().out)] == ["causal-lora", "sequences"]
 

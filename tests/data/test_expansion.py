@@ -249,7 +249,7 @@ def test_schema_check_explains_them(place, capsys):
         ({"features": "rff:8", "rff_bandwidth": 0}, r"rff_bandwidth: 0 must be"),
     ],
 )
-def test_wrong_keys(values, message):
+def test_wrong_keys_of_features_are_refused(values, message):
     with pytest.raises(SordinoError, match=message):
         schema_of(**values)
 

@@ -308,7 +308,7 @@ A9A = b"-1 3:1 11:1 123:0.5 \n+1 5:1 7:-2\n-1 \n"
 
 
 @pytest.mark.parametrize(("suffix", "pack"), [("", bytes), (".xz", lzma.compress), (".bz2", bz2.compress)])
-def test_a9a(tmp_path: Path, suffix: str, pack: Any) -> None:
+def test_a9a_is_read_packed_or_not_under_both_names(tmp_path: Path, suffix: str, pack: Any) -> None:
     for name in ("a9a", "a9a.t"):
         (tmp_path / f"{name}{suffix}").write_bytes(pack(A9A))
     for name in ("a9a", "adult"):
@@ -326,7 +326,7 @@ def test_damaged_libsvm(line: bytes) -> None:
         formats.libsvm(A9A + line, "a9a", 123)
 
 
-def test_damaged_xz(tmp_path: Path) -> None:
+def test_a_damaged_xz_file_is_refused_by_name(tmp_path: Path) -> None:
     for name in ("a9a.xz", "a9a.t.xz"):
         (tmp_path / name).write_bytes(lzma.compress(A9A)[:-8])
     with pytest.raises(SordinoError, match=r"a9a.xz' is damaged or not a whole .xz file"):
@@ -374,7 +374,7 @@ MNLI_HEAD = "index\tpromptID\tpairID\tgenre\tsentence1\tsentence2\tlabel1\tgold_
         ),
     ],
 )
-def test_glue(
+def test_a_glue_file_gives_sentences_and_labels(
     tmp_path: Path, task: str, split: str, file: str, content: str, first: Any, second: Any, y: list[int] | None
 ) -> None:
     (tmp_path / file).parent.mkdir(exist_ok=True)

@@ -150,7 +150,7 @@ def test_small_concentration_is_more_skewed() -> None:
 # ------------------------------------------------------------------------------------------------------------- sizes
 
 
-def test_size_laws() -> None:
+def test_sizes_follow_their_law() -> None:
     data, clients = even(200_000), 1000
     uniform = np.bincount(split(data, "iid", clients, sizes="uniform")) / 200
     assert 0.45 < uniform.min() < 0.55
@@ -280,7 +280,9 @@ def test_counts_errors(tmp_path: Path, content: str, clients: int | None, messag
         ("counts:nowhere.csv", 4, "equal", "no counts file 'nowhere.csv'"),
     ],
 )
-def test_errors(partition: str, clients: int | None, sizes: str, message: str) -> None:
+def test_a_partition_that_cannot_be_made_is_refused(
+    partition: str, clients: int | None, sizes: str, message: str
+) -> None:
     with pytest.raises(SordinoError, match=message):
         split(even(100), partition, clients, sizes=sizes)
 
@@ -294,7 +296,7 @@ def test_a_regression_has_no_classes_to_divide(partition: str) -> None:
 # ---------------------------------------------------------------------------------------------------------- describe
 
 
-def test_describe() -> None:
+def test_describe_counts_labels_and_what_is_absent() -> None:
     y = np.array([0, 0, 1, 1, 2, 2, 2, 0])
     client = np.array([0, 0, 0, 0, 1, 1, 1, -1])
     first, second = describe(y, client, 3)

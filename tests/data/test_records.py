@@ -51,7 +51,7 @@ def test_sorted_input_is_kept_as_it_is():
     assert numbered([0, 1, -1, 1]).y.tolist() == [0, 1, 3]
 
 
-def test_types():
+def test_records_are_float32_and_labels_int64_unless_asked_otherwise():
     records = numbered([0, 1])
     assert records.x.dtype == torch.float32
     assert records.y.dtype == torch.int64

@@ -172,7 +172,7 @@ def small(**file):
         ('y,"größe"\nj, 1.5\nn,?\n', {}, "utf-8"),
     ],
 )
-def test_dialects(tmp_path, text, file, encoding):
+def test_text_files_are_read_in_every_dialect(tmp_path, text, file, encoding):
     encoded = small(**file).open(write(tmp_path, text, encoding=encoding))
     np.testing.assert_allclose(encoded.x, [[0.5, 0], [0, 1]])
     assert encoded.y.tolist() == [1, 0]
@@ -189,7 +189,7 @@ def test_compressed_and_binary_files(tmp_path):
         np.testing.assert_allclose(small().open(tmp_path / name).x, [[0.5, 0], [0, 1]])
 
 
-def test_excel(tmp_path):
+def test_an_excel_sheet_is_read_as_a_text_file_is(tmp_path):
     openpyxl = pytest.importorskip("openpyxl")
     book = openpyxl.Workbook()
     for row in (["größe", "y"], [1.5, "j"], [None, "n"]):

@@ -190,7 +190,7 @@ def test_npz_without_a_split_flattens_images_and_splits_the_clients_along(tmp_pa
     assert data.shape == (2, 2)
 
 
-def test_csv(tmp_path: Path) -> None:
+def test_a_csv_becomes_features_and_classes(tmp_path: Path) -> None:
     lines = [f"{k},{k / 2},{'yes' if k % 3 else 'no'},{'true' if k % 2 else 'false'}" for k in range(30)]
     data = load(text(tmp_path, "age,dose,answer,smokes\n" + "\n".join(lines)), label="answer")
     assert data.classes == ("no", "yes")
@@ -200,7 +200,7 @@ def test_csv(tmp_path: Path) -> None:
     assert data.site is None
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_a_parquet_file_of_every_type_is_read(tmp_path: Path) -> None:
     n = 40
     path = parquet(
         tmp_path,
@@ -271,7 +271,7 @@ BAD = np.array([[0, 1], [np.nan, np.inf], [1e300, 2], [3, 4]])
         ({"x": X, "y": Y.astype(object)}, "pickled objects are not read"),
     ],
 )
-def test_npz_errors(tmp_path: Path, arrays: dict[str, object], message: str) -> None:
+def test_an_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, object], message: str) -> None:
     path = npz(tmp_path, **arrays)
     with pytest.raises(SordinoError, match=message):
         load(path)
@@ -302,7 +302,9 @@ def test_npz_errors(tmp_path: Path, arrays: dict[str, object], message: str) -> 
         ("", {}, "is empty"),
     ],
 )
-def test_csv_errors(tmp_path: Path, content: str, options: dict[str, str], message: str) -> None:
+def test_a_csv_that_does_not_fit_is_refused(
+    tmp_path: Path, content: str, options: dict[str, str], message: str
+) -> None:
     path = text(tmp_path, content)
     with pytest.raises(SordinoError, match=message):
         load(path, **options)  # type: ignore[arg-type]

@@ -403,7 +403,7 @@ def test_without_torchrun_the_command_names_it(monkeypatch, capsys):
 
 
 @pytest.mark.soak
-def test_torchrun(tmp_path):
+def test_torchrun_of_two_processes_prints_one_run(tmp_path):
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "sordino", "run", *COMMAND]
     env = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     done = subprocess.run(

@@ -94,7 +94,7 @@ def test_frames_of_all_kinds_are_one():
         assert (model.predict(form) == first.predict(frame)).all()
 
 
-def test_polars():
+def test_a_polars_frame_trains_the_same_model_as_pandas():
     polars = pytest.importorskip("polars")
     frame = table()
     other, model = polars.from_pandas(frame), fast().fit(frame)
@@ -359,7 +359,7 @@ def test_balanced_weights_from_public_shares():
         fast(options={"class_weights": "balanced"}).fit(frame)
 
 
-def test_trees():
+def test_trees_learn_classes_quantities_and_counts():
     frame = table(1000)
     model = fast(method="dp-boost", options={"trees": 20}, rounds=None).fit(frame)
     assert model.score(frame) > 0.7
@@ -371,7 +371,7 @@ def test_trees():
         assert trees.set_params(options={"trees": 20}).fit(x, y).score(x, y) > 0.5
 
 
-def test_a_network():
+def test_a_network_learns_what_no_line_separates():
     x = np.random.default_rng(0).normal(size=(200, 2)).astype(np.float32)
     y = (x[:, 0] * x[:, 1] > 0).astype(int)  # no line separates them
     model = FederatedClassifier(

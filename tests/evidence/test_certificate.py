@@ -307,7 +307,7 @@ def test_the_statement_says_who_against_whom_and_what_not():
     assert "records) in" not in user
 
 
-def test_ranges():
+def test_ranges_join_consecutive_numbers():
     assert ranges([0, 1, 2, 4, 7, 8]) == "0-2, 4, 7-8"
     assert ranges([]) == ""
 

@@ -150,7 +150,7 @@ def test_of_a_run_that_is_not_finished_or_not_certified_nothing_may_leave():
 
 def test_a_step_must_be_named(capsys):
     assert main(["federate"]) == 2
-    assert "choose a step: up, init" in capsys.readouterr().err
+    assert "name a step: up, init" in capsys.readouterr().err
 
 
 def test_a_join_that_cannot_be_fixes_no_limit(three, tmp_path):

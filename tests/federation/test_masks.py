@@ -58,7 +58,7 @@ def test_same_model_as_with_all_pairs(tiny, along_a_graph):
     assert any("graph of masks" in problem for problem in verify(cert).problems)
 
 
-def test_dropouts(tiny, along_a_graph):
+def test_a_round_survives_sites_that_fail_at_either_step(tiny, along_a_graph):
     """One site sends no vector and another reveals nothing."""
     along_a_graph()
     federation = tiny(**SECURE)

@@ -22,7 +22,7 @@ FIVE = tuple("abcde")
     garbage=st.lists(st.floats(-1e30, 1e30), max_size=3),
     seed=st.integers(0, 99),
 )
-def test_bound(honest, garbage, seed):
+def test_a_trimmed_sum_lies_between_honest_values(honest, garbage, seed):
     """Whatever the garbage and the weights are, the result lies between honest values, times the sum of weights."""
     trim = len(garbage)
     if 2 * trim >= len(honest) + trim:
@@ -88,7 +88,7 @@ def test_too_few_answers_have_no_result(tiny):
     assert "needs more than 4" in federation.progress("abandoned")[0]["why"]
 
 
-def test_refusals(tiny, tmp_path, capsys):
+def test_trimming_is_refused_under_masks_and_from_half_of_the_sites(tiny, tmp_path, capsys):
     federation = tiny("dp-fedgd", names=FIVE, trust="secure-aggregation")
     path = federation.coordinator / "federation.toml"
     path.write_text(path.read_text() + "trim = 1\n")

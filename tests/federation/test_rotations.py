@@ -18,7 +18,7 @@ def sites():
     return identities, Roster(tuple(each.card for each in identities))
 
 
-def test_chains(sites):
+def test_links_are_followed_from_the_key_of_the_roster(sites):
     (north, _), roster = sites
     second, third = Identity.make("north"), Identity.make("north")
     chain = [link(north, second), link(second, third)]
@@ -29,7 +29,7 @@ def test_chains(sites):
     assert parsed([each.text() for each in chain]) == chain
 
 
-def test_forgeries(sites):
+def test_a_forged_link_is_refused(sites):
     (north, south), roster = sites
     new = Identity.make("north")
     right = link(north, new)

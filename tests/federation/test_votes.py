@@ -40,7 +40,7 @@ def test_more_than_half_of_the_others(four):
     assert parsed([a.text()]) == [a]
 
 
-def test_forgeries(four):
+def test_a_forged_vote_is_refused(four):
     identities, roster = four
     right = signed(identities["a"], "d")
     for wrong in (

@@ -224,7 +224,7 @@ def test_blank_keeps_every_bit_of_the_others():
 
 @pytest.mark.parametrize("groups", [1, 3])
 @pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 48, 50])
-def test_row_sums(groups, n):
+def test_row_sums_agree_with_float64(groups, n):
     factor, rows = torch.rand(groups, n), torch.randn(groups, n, 7)
     have = row_sums(factor, rows)
     assert have.dtype is torch.float64

@@ -320,7 +320,7 @@ def test_without_a_compiler(fresh, monkeypatch, logged):
 
 
 @compiler
-def test_the_cache(fresh):
+def test_a_library_is_compiled_once_and_trusted_only_if_its_own(fresh):
     """A library is compiled once, and one that others could have written is not loaded."""
     assert attempt() is not None
     (path,) = fresh.iterdir()

@@ -19,7 +19,7 @@ from sordino.models.torch_model import TorchModel
         ("cnn", 64, 9770),
     ],
 )
-def test_networks(name, features, size):
+def test_the_modes_of_a_network_agree(name, features, size):
     net = nets.build(name, features, 10)
     assert (net.size, net.outputs, net.random) == (size, 10, False)
     x, y = torch.randn(3, features), torch.tensor([0, 5, 9])
@@ -37,7 +37,7 @@ def test_networks_pass_the_check_of_construction(shape):
     assert TorchModel(module, shape=shape).mode != "vmap"
 
 
-def test_resnet():
+def test_resnet_has_rules_for_all_layers_and_no_batch_norm():
     net = nets.build("resnet18-gn", 3072, 10)
     assert net.size == 11_173_962
     assert per_example.supported(net.module) == []
@@ -72,6 +72,6 @@ def test_the_seed_alone_decides():
     ("name", "features", "shape", "word"),
     [("cnnn", 64, None, "Did you mean 'cnn'"), ("cnn", 65, None, "channels"), ("cnn", 64, (1, 7, 7), "49")],
 )
-def test_refusals(name, features, shape, word):
+def test_features_that_a_network_cannot_read_are_refused(name, features, shape, word):
     with pytest.raises(SordinoError, match=word):
         nets.build(name, features, 10, shape=shape)

@@ -131,7 +131,7 @@ def network():
 
 
 @pytest.mark.parametrize("mode", ["tape", "vmap", "two-pass"])
-def test_networks(mode):
+def test_a_network_clips_one_term_per_person(mode):
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3))
     model = TorchModel(module, mode=mode)

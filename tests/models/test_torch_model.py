@@ -189,7 +189,7 @@ def test_dropout_before_parameters_that_start_at_zero_is_noticed():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_records(mode):
+def test_the_sum_of_no_records_is_zero(mode):
     flat = TorchModel(mlp(), mode=mode)
     theta = flat.init()
     nobody = Shard(torch.zeros(4, 6), torch.zeros(4, dtype=torch.long), torch.zeros(4))
@@ -199,7 +199,7 @@ def test_no_records(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_dropout(mode):
+def test_dropout_is_one_draw_for_norm_and_sum(mode):
     """Active in the sums, absent from predictions; what is measured is what is summed."""
     net = nn.Sequential(nn.Linear(40, 30), nn.Dropout(0.5), nn.Tanh(), nn.Linear(30, 3))
     flat, theta = TorchModel(net, mode=mode), flat_theta(net)

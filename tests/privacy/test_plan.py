@@ -487,7 +487,7 @@ def test_the_ledger_s_rows_add_up_to_the_plan():
             assert gaussian.epsilon(total, 1e-5) == pytest.approx(epsilon_of(found, i))
 
 
-def test_no_noise():
+def test_an_infinite_epsilon_adds_no_noise():
     noiseless = plan(trust=SA, epsilon=math.inf)
     assert noiseless.privacy.epsilon == math.inf
     assert calibration.aggregate_std(noiseless, 0) == 0

@@ -128,7 +128,7 @@ def test_parameters_may_differ_from_run_to_run():
 # ----------------------------------------------------------------------------------------------------- one by one
 
 
-def test_scale():
+def test_scale_multiplies_the_aggregate():
     gs = aggregates()
     assert torch.equal(walk(scale(-0.3), gs)[0], -0.3 * gs)
 

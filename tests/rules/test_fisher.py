@@ -104,7 +104,7 @@ def test_other_inverses_are_told_apart():
         assert not close(mutant, want)
 
 
-def test_no_memory():
+def test_without_memory_the_step_has_a_closed_form():
     """beta = 0: M = G, and H G = G / (rho + |G|^2)."""
     gs = normal(7, 5)
     want = gs / (0.4 + gs.square().sum(-1, keepdim=True))

@@ -53,13 +53,13 @@ def read(shapes, size=SIZE):
 # ------------------------------------------------------------------------------------------------------- one by one
 
 
-def test_rank_one():
+def test_rank_one_solves_the_dense_system():
     m, v = normal(7), normal(7, seed=1)
     torch.testing.assert_close(rank_one(m, v, RHO), solved(torch.outer(m, m), v))
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 9])
-def test_rank_k(k):
+def test_rank_k_solves_the_dense_system(k):
     """More vectors than dimensions, too."""
     past, v = normal(k, 7), normal(7, seed=1)
     F = dense("rank-k", past, ())
@@ -78,7 +78,7 @@ def test_rank_k_with_a_past_that_is_still_empty():
 
 @pytest.mark.parametrize(("rows", "columns"), [(5, 3), (3, 5), (4, 4), (1, 6)])
 @pytest.mark.parametrize("structure", ["block", "kronecker"])
-def test_matrices(structure, rows, columns):
+def test_block_and_kronecker_solve_the_dense_system(structure, rows, columns):
     solve = {"block": block, "kronecker": kronecker}[structure]
     M, V = normal(rows, columns), normal(rows, columns, seed=1)
     want = solved(dense(structure, M.flatten(), [(rows, columns)]), V.flatten())

@@ -268,7 +268,7 @@ def test_masks_along_a_connected_graph_leave_only_the_sum(sparse_party):
     assert _rank(np.abs(incidence[:, inside])) == len(near) - 2
 
 
-def test_core():
+def test_the_core_leaves_out_sites_with_few_neighbours():
     line = np.zeros((5, 5), bool)
     for i in range(4):
         line[i, i + 1] = line[i + 1, i] = True

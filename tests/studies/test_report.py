@@ -97,7 +97,7 @@ def texts(table):
 # ---------------------------------------------------------------------------------------------------------- the tables
 
 
-def test_final(document):
+def test_the_final_table_marks_the_best_and_the_near(document):
     table = report.final(document)
     assert table.head == ["method", "ε = 1", "ε = ∞"]
     assert texts(table) == [["a", "70.0 ± 10.0", "90.0 ± 0.0"], [ODD, "65.0 ± 0.0", "–"]]
@@ -178,7 +178,7 @@ def test_one_seed_has_no_deviation(document):
     assert "±" not in report.text(document).split("## Costs")[0]
 
 
-def test_by_round(document):
+def test_tables_by_round_hold_the_printed_rounds(document):
     tables = report.by_round(document)
     assert list(tables) == ["1", "∞"]
     assert tables["1"].head == ["method", "round 2", "round 4"]
@@ -191,7 +191,7 @@ def test_a_round_that_was_not_played_is_left_open(document):
     assert texts(report.by_round(document)["1"])[0] == ["a", "70.0 ± 10.0", "–"]
 
 
-def test_to_target(document):
+def test_rounds_to_a_target_count_the_first_that_reaches_it(document):
     """0.95 x 0.7 = 0.665: both reach it in round 3, and the second falls below again."""
     table = report.to_target(document)
     assert table.head == ["method", "ε = 1 (66.5 %)", "ε = ∞ (85.5 %)"]
@@ -206,14 +206,14 @@ def test_the_target_itself_is_reached():
     assert report.reached([0.1], 0.3) is None
 
 
-def test_costs(document):
+def test_costs_are_bytes_per_round_and_in_all(document):
     assert texts(report.costs(document)) == [
         ["a", "100", "200", "400", "800", "2.0 ± 0.7"],
         [ODD, "100", "200", "400", "800", "2.0 ± 0.0"],
     ]
 
 
-def test_pairs(document):
+def test_pairs_name_the_winner_or_neither(document):
     tables = report.pairs(document)
     assert texts(tables["1"]) == [["a", ODD, "1", "9", "1", "4.90", "0.0269", "a"]]
     assert texts(tables["∞"])[0][-1] == "neither"
@@ -221,7 +221,7 @@ def test_pairs(document):
     assert texts(report.pairs(document)["1"])[0][-2:] == ["< 0.0001", ODD]
 
 
-def test_by_class(document):
+def test_what_classes_pay_is_relative_to_the_largest_epsilon(document):
     """The second method has no other ε to be compared with."""
     tables = report.by_class(document)
     assert texts(tables["1"]) == [["a", "60.0 (−40.0)", "80.0 (+0.0)"], [ODD, "50.0", "90.0"]]
@@ -240,7 +240,7 @@ def test_clients_of_different_seeds_are_not_mixed(document):
     assert texts(tables["1"]["∞"]) == [["0 to 1", "–"]]
 
 
-def test_ablation(document):
+def test_an_ablation_stands_beside_the_whole_method(document):
     """Beside the method whole, where it was ablated."""
     table = report.ablation(document)
     assert table.head == ["method", "ε = 1"]
@@ -293,7 +293,7 @@ def test_without_noise_there_is_no_promise(document):
     assert "Certified: 0 of 0" in words
 
 
-def test_markdown(document):
+def test_markdown_escapes_labels_and_keeps_columns(document):
     text = report.text(document)
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert "| a | **70.0 ± 10.0** | **90.0 ± 0.0** |" in rows

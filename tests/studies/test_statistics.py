@@ -11,7 +11,7 @@ from sordino.studies.statistics import from_counts, mcnemar, pack, unpack
 TABLE = Path(__file__).parents[3] / "shared" / "spec" / "tables" / "s000_table15_16_mcnemar_round70.csv"
 
 
-def test_by_hand():
+def test_mcnemar_agrees_with_a_computation_by_hand():
     a = [True] * 7 + [False] * 3 + [True, False]
     b = [False] * 7 + [True] * 3 + [True, False]
     n10, n01, chi2, p = mcnemar(a, b)

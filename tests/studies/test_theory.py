@@ -211,7 +211,7 @@ def test_budgets_of_the_stages_add_up():
 # --------------------------------------------------------------------------------------------------- lower bounds
 
 
-def test_the_rate():
+def test_the_rate_adds_sampling_and_privacy():
     assert theory.rate(5, (400,) * 20, 1.0) == 5 / 8000
     assert theory.rate(5, (10,) * 20, 0.1) == pytest.approx(5 / (20 * 100 * 0.01 / 5))
     assert theory.rate(5, (10,), 0.1, log=True) == pytest.approx(theory.rate(5, (10,), 0.1) / math.log(10))

@@ -161,7 +161,7 @@ def test_predictions_that_are_not_numbers():
     assert metrics.full(NUMBERS, np.ones(2), np.array([1.0, math.nan])) == {"r2": None, "mse": None, "mae": None}
 
 
-def test_no_records():
+def test_metrics_of_no_records_are_undefined():
     empty = np.zeros(0)
     found = metrics.full(TWO, empty, empty)
     assert {v for k, v in found.items() if k not in ("threshold", "calibration_curve")} == {None}

@@ -46,7 +46,7 @@ from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
 from sordino.core import Adjacency, Clipping, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
-from sordino.methods import REGISTRY, entry
+from sordino.methods import entry
 from sordino.methods.adapters import with_adapters
 from sordino.methods.calibration import calibrated
 from sordino.methods.clipping import with_clipping
@@ -91,15 +91,16 @@ MINIBATCHES = f"poisson:{MUTANT_RATE:g}"  # for which bounds about minibatches a
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
 LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
-UNCERTAINTY = "uncertainty"  # as reports and `sordino check` name the releases for standard errors
-CLIPPING = "clipping"  # as reports and `sordino check` name the laws of clipping of networks
+# The names of `SUITES` in reports and for `sordino check`.
+ADAPTERS = "adapters"  # the variants of low-rank adapters
+CALIBRATE = "calibrate"  # calibrated intercepts
+CLIPPING = "clipping"  # the laws of clipping of networks
+SEQUENCES = "sequences"  # causal language models
+STREAMS = "streams"  # noise that is correlated over rounds
+UNCERTAINTY = "uncertainty"  # the releases for standard errors
+WEIGHTS = "weights"  # weights of classes and of records
 CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
-SEQUENCES = "sequences"  # as reports and `sordino check` name causal language models
-STREAMS = "streams"  # as reports and `sordino check` name noise that is correlated over rounds
-ADAPTERS = "adapters"  # as reports and `sordino check` name the variants of low-rank adapters
 CHECKED_VARIANTS = ("freeze-a", "alternating", "fedsvd")
-WEIGHTS = "weights"  # as reports and `sordino check` name weights of classes and of records
-CALIBRATE = "calibrate"  # as reports and `sordino check` name calibrated intercepts
 # Options that make another method of one, for networks, and the units for which that is proved.
 NETWORK_OPTIONS: tuple[tuple[dict[str, Any], tuple[Unit, ...]], ...] = (
     ({"network": True}, (Unit.RECORD, Unit.PERSON)),
@@ -190,10 +191,9 @@ def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: 
     if not lemmas or not all(lemma.sampled for lemma in lemmas):
         return
     difference = engines(method, models[0], seed=seed, sampling=MINIBATCHES)
-    differ = f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"
     adjacency = Adjacency.ADD_REMOVE
     for worst, missed in _searched(method, models[:1], adjacency, trials, seed, MINIBATCHES):
-        problems = [*([] if difference <= TOLERANCE else [differ]), *worst.problems, *missed]
+        problems = [*_apart_engines(difference), *worst.problems, *missed]
         numbers = (worst.claimed, worst.worst, difference)
         yield Report(f"{name} {MINIBATCHES}", method.unit, adjacency, worst.query, *numbers, not problems, problems)
 
@@ -417,9 +417,8 @@ def check_streams(name: str = STREAMS, *, seed: int = 0, units: Sequence[Unit] =
     for unit, (mechanism, options) in itertools.product(units, MECHANISMS.items()):
         method = entry("dp-ftrl").at(unit, **options)
         found, difference = streams(method), engines(method, CHECKED_MODELS[0], seed=seed)
-        problems = found.problems + [_missed("streams", mutant) for mutant in missed_mutants(method)]
-        if not difference <= TOLERANCE:
-            problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
+        missed = [_missed("streams", mutant) for mutant in missed_mutants(method)]
+        problems = [*found.problems, *missed, *_apart_engines(difference)]
         numbers = (found.claimed, found.worst, difference, not problems, problems)
         reports.append(Report(f"{name} {mechanism}", unit, "", "0.0 stream", *numbers))
     return reports
@@ -483,25 +482,16 @@ def small_network() -> TorchModel:
         return TorchModel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LeakyReLU(), torch.nn.Linear(2, 2)))
 
 
-def check_all(*, trials: int = TRIALS, seed: int = 0) -> list[Report]:
-    """Check every registered method, calibrated intercepts, class weights, laws of clipping, causal language models,
-    correlated noise, variants of adapters, survival, the tallies, and the sums.
-
-    Args:
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-
-    Returns:
-      The reports of `check_sums`, of `check` for every method, of `check_model` for survival and of `check_tally` for
-      every tally.
-    """
-    methods = [report for name in REGISTRY for report in check(name, trials=trials, seed=seed)]
-    counted = [report for name in tallies() for report in check_tally(name, trials=trials, seed=seed)]
-    methods += check_calibration(trials=trials, seed=seed) + check_weights(trials=trials, seed=seed)
-    methods += check_uncertainty(trials=trials, seed=seed) + check_clipping(trials=trials, seed=seed)
-    methods += check_sequences(trials=trials, seed=seed) + check_streams(seed=seed)
-    methods += check_adapters(trials=trials, seed=seed)
-    return [*check_sums(), *methods, *check_model("hazards", trials=trials, seed=seed), *counted]
+# What `sordino check` tries beside methods, models and tallies, by the names that reports show.
+SUITES: dict[str, Callable[[str], list[Report]]] = {
+    CALIBRATE: check_calibration,
+    WEIGHTS: check_weights,
+    UNCERTAINTY: check_uncertainty,
+    CLIPPING: check_clipping,
+    SEQUENCES: check_sequences,
+    STREAMS: check_streams,
+    ADAPTERS: check_adapters,
+}
 
 
 def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -518,8 +508,8 @@ def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed
             f"engines: an engine refuses the method under {refusals[0]} Local steps, memory, and messages other than "
             "plain answers are proved for untrusted-server only; leave the other pairs out of `proves`."
         )
-    elif not difference <= TOLERANCE:
-        problems.append(f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed")
+    else:
+        problems += _apart_engines(difference)
     rejects: dict[str, Callable[..., bool]] = {
         "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
         "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
@@ -576,6 +566,13 @@ def _searched(
     yield from zip((found for _, found in worst), missed, strict=True)
 
 
+def _apart_engines(difference: float) -> list[str]:
+    """The problem of engines that differ; none if they agree."""
+    if difference <= TOLERANCE:
+        return []
+    return [f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"]
+
+
 def _missed(contract: str, mutant: Callable[..., Any]) -> str:
     return f"{contract}: the contract did not reject the mutant '{mutant.__name__}'"
 
@@ -583,6 +580,7 @@ def _missed(contract: str, mutant: Callable[..., Any]) -> str:
 __all__ = [
     "MUTANTS",
     "REQUIRED_SHARE",
+    "SUITES",
     "TOLERANCE",
     "Found",
     "Report",
@@ -590,7 +588,6 @@ __all__ = [
     "asks",
     "check",
     "check_adapters",
-    "check_all",
     "check_calibration",
     "check_clipping",
     "check_model",

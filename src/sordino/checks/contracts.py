@@ -170,21 +170,20 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     x = torch.from_numpy(rng.uniform(0.1, 1, size=(rows, space.features)))
     mask = torch.ones(rows, dtype=torch.float64)
     mask[:per_person] = 0
+
+    def sum_of_others(value: float, theta: Tensor, clip: float) -> Tensor:
+        features = x.clone()
+        features[:per_person] = value
+        return model.clipped_sum(theta, Shard(features, torch.zeros(rows).long(), mask, None, per_person), clip, **how)
+
     problems = []
     for size in (0.0, 1.0, 20.0):
         theta = torch.zeros(model.size, dtype=torch.float64)
         theta[:: max(1, getattr(model, "outputs", 1))] = size  # towards the first class, or towards larger outputs
         for clip in (1.0, 1e-9, 1e-18):
-
-            def sum_of_others(value: float, theta: Tensor = theta, clip: float = clip) -> Tensor:
-                features = x.clone()
-                features[:per_person] = value
-                shard = Shard(features, torch.zeros(rows).long(), mask, None, per_person)
-                return model.clipped_sum(theta, shard, clip, **how)
-
-            usual = sum_of_others(0.0)
+            usual = sum_of_others(0.0, theta, clip)
             for value in (1.0, -1e3, 1e3, 1e200, math.inf, math.nan):
-                moved = float((sum_of_others(value) - usual).norm()) / clip
+                moved = float((sum_of_others(value, theta, clip) - usual).norm()) / clip
                 if not moved <= 1e-3:
                     problems.append(
                         f"apart: a masked record of {value:g} moves the sum of the others by {moved:.2g} clips"

@@ -89,7 +89,7 @@ def weighed_records(model: Any) -> Any:
 
 
 def clips_each_gradient(method: Method, model: Any) -> tuple[Method, Any]:
-    """Of a blend, each of the two weighted gradients is clipped by itself; their sum may be two clips long."""
+    """Each of the two weighted gradients of a blend is clipped by itself; their sum may be two clips long."""
 
     def total(
         name: str,

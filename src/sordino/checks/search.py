@@ -369,7 +369,7 @@ class DrawsAll(Noiseless):
     """A source without noise; minibatches hold all records."""
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> np.ndarray:
-        """Of the smallest cell, for every record."""
+        """Uniforms of the smallest cell, for every record."""
         return np.full(shape, 2.0**-53)
 
 

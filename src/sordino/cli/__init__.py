@@ -83,24 +83,17 @@ def _main(argv: Sequence[str] | None, commands: Sequence[str]) -> int:
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 
-def _method_options() -> set[str]:
-    from inspect import signature
-
-    from sordino.methods import REGISTRY
-
-    return {key for entry in REGISTRY.values() for key in signature(entry.factory).parameters}
-
-
 def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoError:
     """The error for words that the command does not know. A key of a run without a flag is set with --set."""
     flags = [flag for flag in vars(command)["_option_string_actions"] if flag.startswith("--")]
     where, (word, equals, value) = command.prog.removeprefix("sordino "), rest[0].partition("=")
     if word.startswith("--") and "--set" in flags:
+        from sordino.methods import REGISTRY
         from sordino.training.spec import RUN_KEYS
 
         key = word.removeprefix("--").replace("-", "_")
-        own = not any(flag.startswith(word) for flag in flags) and key in _method_options()
-        if key in RUN_KEYS or own:
+        an_option = any(key in entry.options for entry in REGISTRY.values())
+        if key in RUN_KEYS or (an_option and not any(flag.startswith(word) for flag in flags)):
             value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]

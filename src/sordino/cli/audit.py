@@ -95,7 +95,7 @@ def add(commands: Any) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="runs per data set (default: 10000; of a finished run 500); with --one-run: canaries",
+        help="runs per data set (default: 20000 or more, by method; of a finished run 500); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(

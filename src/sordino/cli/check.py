@@ -9,10 +9,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
 from sordino.errors import SordinoError
+
+if TYPE_CHECKING:
+    from sordino.checks import Report
 
 CAPTION = (
     "claimed: how far one record or client may move the answer; found: the largest part of that which a search "
@@ -113,28 +116,7 @@ def act(arguments: argparse.Namespace) -> int:
         return _fuzz(arguments)
     if arguments.case is not None:
         raise SordinoError("--case: it names a case of --fuzz; give --fuzz SECONDS too.")
-    from sordino import methods, plugins
-    from sordino.checks import (
-        ADAPTERS,
-        CALIBRATE,
-        CLIPPING,
-        SEQUENCES,
-        STREAMS,
-        UNCERTAINTY,
-        WEIGHTS,
-        Report,
-        check,
-        check_adapters,
-        check_calibration,
-        check_clipping,
-        check_model,
-        check_sequences,
-        check_streams,
-        check_sums,
-        check_tally,
-        check_uncertainty,
-        check_weights,
-    )
+    from sordino import checks, methods, plugins
     from sordino.checks.tallies import tallies
     from sordino.data.records import check_device
     from sordino.models import registry
@@ -142,8 +124,7 @@ def act(arguments: argparse.Namespace) -> int:
     own = {name: plugins.allow(name) for name in arguments.method if ":" in name}
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
-    options = (CALIBRATE, WEIGHTS, UNCERTAINTY, CLIPPING, SEQUENCES, STREAMS, ADAPTERS)
-    names = [*methods.REGISTRY, *options, "hazards", *counted, *outside] if arguments.all else arguments.method
+    names = [*methods.REGISTRY, *checks.SUITES, "hazards", *counted, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
@@ -151,53 +132,50 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in options:
+        if name not in counted and name not in checks.SUITES:
             registry.entry(name) if name in models else methods.entry(name)
+    causal = [name for name, model in registry.REGISTRY.items() if model.causal]
+    by_name: dict[str, Callable[[str], list[Report]]] = {
+        **dict.fromkeys(models, partial(checks.check_model, shapes=shapes)),
+        **checks.SUITES,
+        **dict.fromkeys(causal, checks.SUITES[checks.SEQUENCES]),
+        **dict.fromkeys(counted, checks.check_tally),
+    }
     sums = arguments.all or arguments.sums
     reports: list[Report] = []
     with _progress(len(names) + sums) as finished:
         if sums:
-            reports += check_sums(device=arguments.device)
+            reports += checks.check_sums(device=arguments.device)
             finished("sums", reports)
         for name in names:
-            others: dict[str, Callable[[str], Any]] = {
-                CALIBRATE: check_calibration,
-                WEIGHTS: check_weights,
-                UNCERTAINTY: check_uncertainty,
-                CLIPPING: check_clipping,
-                SEQUENCES: check_sequences,
-                STREAMS: check_streams,
-                **{known: check_sequences for known, model in registry.REGISTRY.items() if model.causal},
-                ADAPTERS: check_adapters,
-                **dict.fromkeys(counted, check_tally),
-            }
-            checked: Callable[[str], list[Report]] = others.get(name) or (
-                partial(check_model, shapes=shapes) if name in models else check
-            )
-            results = checked(name)
+            results = by_name.get(name, checks.check)(name)
             reports += results
             if name in outside:
                 plugins.remember(outside[name], ok=all(report.passed for report in results))
             finished(name, results)
     if not emit(arguments, [report._asdict() for report in reports]):
-        table(
-            ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),
-            [
-                (
-                    r.name,
-                    r.unit,
-                    r.adjacency,
-                    r.query.lstrip("0123456789. "),
-                    f"{r.claimed:.4g}",
-                    f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
-                    f"{r.engines_max_diff:.0e}",
-                    "[green]passed[/]" if r.passed else "[red]failed[/]",
-                )
-                for r in reports
-            ],
-        )
-        console().print(CAPTION)
-        for report in reports:
-            for problem in report.problems:
-                console().print(f"{report.name} ({report.unit}, {report.adjacency}): {problem}")
+        _show(reports)
     return 0 if all(report.passed for report in reports) else 1
+
+
+def _show(reports: Sequence[Report]) -> None:
+    table(
+        ("method", "unit", "adjacency", "query", "claimed", "found", "engines", ""),
+        [
+            (
+                r.name,
+                r.unit,
+                r.adjacency,
+                r.query.lstrip("0123456789. "),
+                f"{r.claimed:.4g}",
+                f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
+                f"{r.engines_max_diff:.0e}",
+                "[green]passed[/]" if r.passed else "[red]failed[/]",
+            )
+            for r in reports
+        ],
+    )
+    console().print(CAPTION)
+    for report in reports:
+        for problem in report.problems:
+            console().print(f"{report.name} ({report.unit}, {report.adjacency}): {problem}")

@@ -7,14 +7,18 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino.cli.run import read_keys
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, numbers, table
 from sordino.cli.sweep import add_keys, add_payment, check_device, check_payment
 from sordino.core import Privacy
 from sordino.errors import SordinoError
+
+if TYPE_CHECKING:
+    from sordino.studies.compare import Contestant
 
 
 def add(commands: Any) -> None:
@@ -99,24 +103,7 @@ def act(arguments: argparse.Namespace) -> int:
 
     base = read_keys(arguments)
     out = Path(arguments.out or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
-    for key in ("method", "epsilon", "seed", "noise"):
-        if key in base:
-            raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
-    if arguments.tune and arguments.settings:
-        raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
-    if arguments.tune_round is not None and not (arguments.tune or arguments.only_tune):
-        raise SordinoError("--tune-round: nothing is tuned; add --tune or --only-tune, or leave it out.")
-    if arguments.tune_round is not None and arguments.tune_round < 1:
-        raise SordinoError(f"--tune-round: {arguments.tune_round} must be at least 1.")
-    if arguments.search == "optuna" and arguments.trials < 1:
-        raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
-    check_payment(arguments)
-    if arguments.charge_tuning != "no" and (arguments.only_tune or arguments.tune_round is not None):
-        other = "only-tune" if arguments.only_tune else "tune-round"
-        raise SordinoError(
-            f"--{other}: a search within the budget chooses by the last round and hands out its model; leave out "
-            f"--{other} or --charge-tuning."
-        )
+    _check(arguments, base)
     metric = compare.check_metric(arguments.metric, base)
     who = compare.contestants(arguments.methods.split(","), base)
     epsilons, seeds = budgets(arguments.epsilons), range(1, arguments.seeds + 1)
@@ -141,17 +128,8 @@ def act(arguments: argparse.Namespace) -> int:
     tuning = compare.UNTOUCHED
     if arguments.settings:
         tuning = compare.frozen(Path(arguments.settings))
-    elif arguments.tune or arguments.only_tune:
-        how = {
-            "how": arguments.search,
-            "trials": arguments.trials,
-            "grid": arguments.preset,
-            "metric": metric,
-            "tune_round": arguments.tune_round,
-            "device": arguments.device,
-        }
-        with bar("settings") as tick:
-            tuning = compare.settle(who, base, epsilons, tick=tick, **how)
+    elif tuned:
+        tuning = _tuned(arguments, who, base, epsilons, metric)
         (out / "settings.json").write_text(json.dumps(tuning, indent=1) + "\n", encoding="utf-8")
     if arguments.only_tune:
         console().print(f"settings chosen: {out / 'settings.json'} ({tuning['how']})", markup=False)
@@ -181,15 +159,68 @@ def act(arguments: argparse.Namespace) -> int:
     (out / "compare.json").write_text(json.dumps(document) + "\n", encoding="utf-8")
     written = report.write(document, out)
     if not emit(arguments, document):
-        page, last = console(), report.by_metric(document) or report.final(document)
-        table(last.head, [[cell.text for cell in row] for row in last.rows])
-        if last.note:
-            page.print(f"{last.note.partition(';')[0]}. Noise is seeded, so no run is certified.", markup=False)
-        page.print(f"tuning: {document['tuning']['paid']}", markup=False)
-        for sentence, methods in report.within_budget(document).items():
-            page.print(f"tuned within the budget ({', '.join(methods)}): {sentence}", markup=False)
-        page.print(f"written to {out}: compare.json, {', '.join(path.name for path in written[:2])}", markup=False)
+        _show(document)
+        console().print(f"written to {out}: compare.json, {', '.join(path.name for path in written[:2])}", markup=False)
     return 0
+
+
+def _check(arguments: argparse.Namespace, base: dict[str, Any]) -> None:
+    """Refuse flags that contradict each other, and keys that a comparison sets itself."""
+    for key in ("method", "epsilon", "seed", "noise"):
+        if key in base:
+            raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
+    if arguments.tune and arguments.settings:
+        raise SordinoError("--tune: --settings names the settings already; leave out one of the two.")
+    if arguments.tune_round is not None and not (arguments.tune or arguments.only_tune):
+        raise SordinoError("--tune-round: nothing is tuned; add --tune or --only-tune, or leave it out.")
+    if arguments.tune_round is not None and arguments.tune_round < 1:
+        raise SordinoError(f"--tune-round: {arguments.tune_round} must be at least 1.")
+    if arguments.search == "optuna" and arguments.trials < 1:
+        raise SordinoError(f"--trials: {arguments.trials} must be at least 1.")
+    check_payment(arguments)
+    if arguments.charge_tuning != "no" and (arguments.only_tune or arguments.tune_round is not None):
+        other = "only-tune" if arguments.only_tune else "tune-round"
+        raise SordinoError(
+            f"--{other}: a search within the budget chooses by the last round and hands out its model; leave out "
+            f"--{other} or --charge-tuning."
+        )
+
+
+def _tuned(
+    arguments: argparse.Namespace,
+    who: Sequence[Contestant],
+    base: dict[str, Any],
+    epsilons: list[float],
+    metric: str | None,
+) -> dict[str, Any]:
+    """The best settings of each method at each budget, on validation records."""
+    from sordino.studies import compare
+
+    with bar("settings") as tick:
+        return compare.settle(
+            who,
+            base,
+            epsilons,
+            how=arguments.search,
+            trials=arguments.trials,
+            grid=arguments.preset,
+            metric=metric,
+            tune_round=arguments.tune_round,
+            device=arguments.device,
+            tick=tick,
+        )
+
+
+def _show(document: dict[str, Any]) -> None:
+    from sordino.studies import report
+
+    page, last = console(), report.by_metric(document) or report.final(document)
+    table(last.head, [[cell.text for cell in row] for row in last.rows])
+    if last.note:
+        page.print(f"{last.note.partition(';')[0]}. Noise is seeded, so no run is certified.", markup=False)
+    page.print(f"tuning: {document['tuning']['paid']}", markup=False)
+    for sentence, methods in report.within_budget(document).items():
+        page.print(f"tuned within the budget ({', '.join(methods)}): {sentence}", markup=False)
 
 
 def budgets(text: str) -> list[float]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli import operate
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, steps, table
 from sordino.errors import SordinoError
 from sordino.federation import sentences
 
@@ -26,10 +26,9 @@ UP_FLAGS = (
 
 
 def add(commands: Any) -> None:
-    parent = command(
+    parts = steps(
         commands,
         "federate",
-        act,
         "train over a real network, between parties that do not trust each other",
         "sordino federate up --sites 3\n"
         "sordino federate init study --sites north,south,west --features 64 --classes 0,1\n"
@@ -39,7 +38,6 @@ def add(commands: Any) -> None:
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem\n"
         "sordino federate status study",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP")
     every = (
         _add_up,
         _add_init,
@@ -61,13 +59,6 @@ def add(commands: Any) -> None:
     )
     for add_one in every:
         add_one(parts)
-
-
-def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError(
-        "federate: choose a step: up, init, keys, doctor, coordinate, join, app, serve, approve, studies, backup, "
-        "restore, audit-copy, status, renew, rotate or vote."
-    )
 
 
 # ------------------------------------------------------------------------------------------------------------------ up

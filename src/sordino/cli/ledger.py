@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
-from sordino.errors import SordinoError
+from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
 
 if TYPE_CHECKING:
     from sordino.evidence.ledger import Ledger
@@ -29,14 +28,12 @@ STATED = {
 
 
 def add(commands: Any) -> None:
-    parent = command(
+    parts = steps(
         commands,
         "ledger",
-        act,
         "show or export what was spent, by which run and when; open an account",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP")
     show = command(
         parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
     )
@@ -75,10 +72,6 @@ def add(commands: Any) -> None:
     for parser in (show, export, new, choice, fixed, compact):
         parser.add_argument("file", metavar="LEDGER.db", help="a ledger.db, or a run's directory")
         add_json(parser)
-
-
-def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("ledger: name a step: show, export, new-account, any-choice, fixed-plan or compact.")
 
 
 def open_ledger(file: str) -> Any:
@@ -135,7 +128,7 @@ def _stated(arguments: argparse.Namespace, state: Callable[[Ledger], None]) -> i
         open_ledger(arguments.file).close()
     with Ledger(path) as ledger:
         state(ledger)
-        statements = [{"time": time, "kind": kind, "text": text} for time, kind, text in ledger.statements()]
+        statements = _statements(ledger)
         delta = min((d for _, d in ledger.limits()), default=1e-5)
         spent = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
         caveats = {who: ledger.caveat(who) for who in spent}
@@ -217,93 +210,97 @@ def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    with _open(arguments) as ledger:
+        document = _document(ledger, _witness(arguments))
+    if not emit(arguments, document):
+        _print(document)
+    return 0 if document["whole"] else 1
+
+
+def _document(ledger: Ledger, witness: dict[str, Any] | None) -> dict[str, Any]:
+    """What a ledger holds: its limits, accounts and runs, what people stated, and whether its chain is whole."""
     from sordino.evidence.ledger import NOTES
 
-    with _open(arguments) as ledger:
-        witness = _witness(arguments)
-        problems = ledger.audit(witness and witness["head"], witness and witness["rows"])
-        limits, head, counted = ledger.limits(), ledger.head(), ledger.witnessed()
-        rows = [row for row in ledger.rows() if row.query not in NOTES]
-        count, opened = len(ledger), ledger.accounts()
-        delta = min((d for _, d in limits), default=1e-5)
-        people = {who: ledger.spent_epsilon(who, delta) for who in ledger.people()}
-        left = {who: ledger.left(who) for who in people}
-        caveats = {who: ledger.caveat(who) for who in people}
-        any_choice = {who: ledger.adaptive_epsilon(who, delta) for who in people}
-        statements = ledger.statements()
+    problems = ledger.audit() if witness is None else ledger.audit(witness["head"], witness["rows"])
+    limits = ledger.limits()
+    delta = min((d for _, d in limits), default=1e-5)
     runs: dict[tuple[str, str], list[Any]] = {}
-    for row in rows:
-        runs.setdefault((row.who, row.plan), []).append(row)
-    accounts: list[dict[str, Any]] = [
-        {
-            "who": who,
-            "epsilon": epsilon,
-            "left": left[who],
-            "runs": sum(name == who for name, _ in runs),
-            "assumes": caveats[who].removeprefix(", "),
-            "epsilon_any_choice": any_choice[who],
-        }
-        for who, epsilon in people.items()
-    ]
-    document = {
+    for row in ledger.rows():
+        if row.query not in NOTES:
+            runs.setdefault((row.who, row.plan), []).append(row)
+    return {
         "limits": [{"epsilon": e, "delta": d} for e, d in limits],
         "whole": not problems,
-        "seen": _seen(counted, witness) if not problems else None,
+        "seen": _seen(ledger.witnessed(), witness) if not problems else None,
         "problems": problems,
-        "head": head,
-        "rows": count,
-        "opened": [account._asdict() for account in opened],
-        "statements": [{"time": time, "kind": kind, "text": text} for time, kind, text in statements],
+        "head": ledger.head(),
+        "rows": len(ledger),
+        "opened": [account._asdict() for account in ledger.accounts()],
+        "statements": _statements(ledger),
         "delta": delta,
-        "accounts": accounts,
+        "accounts": [
+            {
+                "who": who,
+                "epsilon": ledger.spent_epsilon(who, delta),
+                "left": ledger.left(who),
+                "runs": sum(name == who for name, _ in runs),
+                "assumes": ledger.caveat(who).removeprefix(", "),
+                "epsilon_any_choice": ledger.adaptive_epsilon(who, delta),
+            }
+            for who in ledger.people()
+        ],
         "runs": [
             {
                 "who": who,
                 "run": run,
-                "rounds": len({r.round for r in rows_of_run if r.is_release}),
-                "releases": sum(r.times for r in rows_of_run if r.is_release),
-                "reserved": sum(r.times for r in rows_of_run if not r.is_release) or None,
-                "first": rows_of_run[0].time,
-                "last": rows_of_run[-1].time,
+                "rounds": len({r.round for r in rows if r.is_release}),
+                "releases": sum(r.times for r in rows if r.is_release),
+                "reserved": sum(r.times for r in rows if not r.is_release) or None,
+                "first": rows[0].time,
+                "last": rows[-1].time,
             }
-            for (who, run), rows_of_run in runs.items()
+            for (who, run), rows in runs.items()
         ],
     }
-    if not emit(arguments, document):
-        page = console()
-        for epsilon, limit in limits:
-            page.print(f"limit over all runs: ε = {epsilon:g} at δ = {limit:g}", markup=False)
-        table(
-            ["account", f"ε at δ = {delta:g}", "runs", "left for one more run"],
-            [
-                [a["who"], f"{a['epsilon']:.4g}", str(a["runs"]), "" if a["left"] is None else f"{a['left']:.4g}"]
-                for a in accounts
-            ],
-        )
-        page.print()
-        table(
-            ["account", "run", "releases", "first", "last"],
-            [
-                [str(r["who"]), str(r["run"])[:16], _releases(r), _time(r["first"]), _time(r["last"])]
-                for r in document["runs"]
-            ],
-        )
-        for who, caveat in caveats.items():
-            if caveat:
-                page.print()
-                page.print(f"{who}: ε = {people[who]:.4g}{caveat}.", markup=False)
-            if any_choice[who] > people[who]:
-                page.print(f"However they were chosen, ε is at most {any_choice[who]:.4g}.", markup=False)
-        for time, kind, text in statements:
-            page.print(f"{_time(time)} {_sentence(kind, text)}", markup=False)
-        state = document["seen"] or f"BROKEN: {problems[0]}"
-        page.print()
-        for account in opened[1:]:
-            page.print(f"{_time(account.time)} a person opened {account.who}: {account.why}", markup=False)
-            page.print(f"WARNING: {WARNING}", markup=False)
-        page.print(f"{count} rows, head {head[:16]}", markup=False)
-        page.print(state, markup=False)
-    return 0 if not problems else 1
+
+
+def _print(document: dict[str, Any]) -> None:
+    page, accounts, delta = console(), document["accounts"], document["delta"]
+    for limit in document["limits"]:
+        page.print(f"limit over all runs: ε = {limit['epsilon']:g} at δ = {limit['delta']:g}", markup=False)
+    table(
+        ["account", f"ε at δ = {delta:g}", "runs", "left for one more run"],
+        [
+            [a["who"], f"{a['epsilon']:.4g}", str(a["runs"]), "" if a["left"] is None else f"{a['left']:.4g}"]
+            for a in accounts
+        ],
+    )
+    page.print()
+    table(
+        ["account", "run", "releases", "first", "last"],
+        [
+            [str(r["who"]), str(r["run"])[:16], _releases(r), _time(r["first"]), _time(r["last"])]
+            for r in document["runs"]
+        ],
+    )
+    for account in accounts:
+        if account["assumes"]:
+            page.print()
+            page.print(f"{account['who']}: ε = {account['epsilon']:.4g}, {account['assumes']}.", markup=False)
+        if account["epsilon_any_choice"] > account["epsilon"]:
+            page.print(f"However they were chosen, ε is at most {account['epsilon_any_choice']:.4g}.", markup=False)
+    for each in document["statements"]:
+        page.print(f"{_time(each['time'])} {_sentence(each['kind'], each['text'])}", markup=False)
+    page.print()
+    for account in document["opened"][1:]:
+        page.print(f"{_time(account['time'])} a person opened {account['who']}: {account['why']}", markup=False)
+        page.print(f"WARNING: {WARNING}", markup=False)
+    page.print(f"{document['rows']} rows, head {document['head'][:16]}", markup=False)
+    page.print(document["seen"] or f"BROKEN: {document['problems'][0]}", markup=False)
+
+
+def _statements(ledger: Ledger) -> list[dict[str, str]]:
+    return [{"time": time, "kind": kind, "text": text} for time, kind, text in ledger.statements()]
 
 
 def _releases(run: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import dataclasses
 import sys
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -375,19 +376,27 @@ def remedy(prepared: Any) -> str:
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
     """The result. `evidence.public` lists every line that may be printed here."""
-    from sordino.evidence.certificate import ranges
+    from sordino.training.run import final_metrics
+
+    measured = final_metrics(prepared, out)
+    facts(_facts(prepared, cert, measured, history[-1], out))
+    for line in _remarks(prepared, cert, measured, {**measured, **history[-1]}):
+        console().print(line, markup=False)
+
+
+def _facts(
+    prepared: Any, cert: dict[str, Any], measured: dict[str, Any], last: dict[str, Any], out: Path
+) -> list[tuple[str, str]]:
+    """What a run did, what its model is worth, what is promised, and what may be published."""
     from sordino.evidence.signing import fingerprint
     from sordino.evidence.statement import unit_plural
-    from sordino.privacy import calibration
     from sordino.training.artifacts import total_seconds
-    from sordino.training.evaluate import beats_constant_guess, no_better
     from sordino.training.folder import RunFolder, publishable, tested_on
     from sordino.training.intervals import told
     from sordino.training.model_card import read_header
-    from sordino.training.private_statistics import rough
-    from sordino.training.run import final_metrics, shared_of
+    from sordino.training.run import shared_of
 
-    settings, plan, last = prepared.resolved.spec, prepared.plan, history[-1]
+    settings, plan = prepared.resolved.spec, prepared.plan
     sizes, sizes_public = sorted(plan.sizes), cert["records"] is not None
     each = f" ({sizes[0]:,} to {sizes[-1]:,} each)" if plan.clients > 1 else ""
     clients = f"{plan.clients} with {sum(sizes):,} {unit_plural(cert)}{each}"
@@ -408,7 +417,6 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
     rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
-    measured = final_metrics(prepared, out)
     rows += _quality(measured, prepared.dataset)
     if settings.uncertainty:
         rows.append(("intervals", told(read_header(RunFolder.find(out).public / "model.safetensors")["intervals"])))
@@ -432,23 +440,31 @@ def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], ou
     why = "" if cert["certified"] else " because its data are public"
     what = f"public/ may be published{why}, private/ may not" if allowed else "nothing here may be published"
     rows.append(("files", f"{out}: {what} (README.txt)"))
-    facts(rows)
-    scores = {**measured, **last}
+    return rows
+
+
+def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scores: dict[str, Any]) -> Iterator[str]:
+    """Warnings about the model and the settings, and what could be better."""
+    from sordino.evidence.certificate import ranges
+    from sordino.privacy import calibration
+    from sordino.training.evaluate import beats_constant_guess, no_better
+    from sordino.training.private_statistics import rough
+
+    settings, plan = prepared.resolved.spec, prepared.plan
     if not beats_constant_guess(prepared.dataset, scores):
         why = f"{no_better(prepared.dataset, scores)}. {remedy(prepared)}"
         than = "before training" if prepared.dataset.sequences else "a constant guess"
-        console().print(f"WARNING: the model is no better than {than}: {why}", markup=False)
+        yield f"WARNING: the model is no better than {than}: {why}"
     changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
-        console().print(note, markup=False)
+        yield note
     if settings.private_statistics is not None:
         std = calibration.aggregate_std(plan, 0)
-        if (doubt := rough(prepared.resolved.statistics, std, sum(sizes))) is not None:
-            console().print(f"WARNING: {doubt}", markup=False)
+        if (doubt := rough(prepared.resolved.statistics, std, sum(plan.sizes))) is not None:
+            yield f"WARNING: {doubt}"
     whole = [i for i, rate in enumerate(plan.rates) if rate == 1]
-    if settings.batch != "full" and whole and sizes_public:
-        console().print(
+    if settings.batch != "full" and whole and cert["records"] is not None:
+        yield (
             f"note: batch {settings.batch} is every record of clients {ranges(whole)}, so sampling adds no privacy "
-            "for them",
-            markup=False,
+            "for them"
         )

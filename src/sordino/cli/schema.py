@@ -7,19 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
 from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
-    parent = command(
+    parts = steps(
         commands,
         "schema",
-        act,
         "describe a table by public rules, without looking at its records",
         "sordino schema draft patients.csv --out schema.toml\nsordino schema check schema.toml patients.csv",
     )
-    parts = parent.add_subparsers(title="steps", metavar="STEP")
     draft = command(
         parts,
         "draft",
@@ -46,10 +44,6 @@ def add(commands: Any) -> None:
     check.add_argument("file", nargs="?", metavar="FILE", help="a table that must fit")
     check.add_argument("--schema", dest="named", metavar="SCHEMA.toml", help="the schema, as `sordino run` names it")
     add_json(check)
-
-
-def act(arguments: argparse.Namespace) -> int:
-    raise SordinoError("schema: name a step: draft or check.")
 
 
 def _draft(arguments: argparse.Namespace) -> int:

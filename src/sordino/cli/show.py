@@ -96,6 +96,17 @@ def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> 
     return parser
 
 
+def steps(commands: Any, name: str, summary: str, examples: str) -> Any:
+    """A command that has steps, to which `command` adds each of them. Without a step it says which there are."""
+
+    def act(arguments: argparse.Namespace) -> int:
+        *others, last = parts.choices
+        raise SordinoError(f"{name}: name a step: {', '.join(others)} or {last}.")
+
+    parts = command(commands, name, act, summary, examples).add_subparsers(title="steps", metavar="STEP")
+    return parts
+
+
 def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="one JSON document on stdout (or -), or into FILE (.json)"

@@ -127,7 +127,7 @@ def check_workers(arguments: argparse.Namespace) -> None:
 
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Of the runs: the same flags as `sordino run`."""
+    """Add the flags of `sordino run`, for all runs of the command."""
     parser.add_argument("spec", nargs="?", metavar="SPEC.toml", help="keys of the runs; flags and --set override them")
     for flag, key, text in RUN_FLAGS:
         parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)

@@ -621,12 +621,12 @@ class Schema:
 
     @staticmethod
     def read(path: str | Path) -> Schema:
-        """From a TOML file."""
+        """Read a TOML file."""
         return Schema.of(read_toml(path, "schema"))
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Schema:
-        """From a dict with the keys of the file.
+        """Read a dict with the keys of the file.
 
         Raises:
             SordinoError: A key is unknown, absent, or out of its range; the message begins with it.
@@ -728,7 +728,7 @@ class Schema:
         return self._places(lambda column: isinstance(column, Category) and bool(column.candidates))
 
     def _places(self, chosen: Callable[[Column], bool]) -> dict[str, int]:
-        """Of some columns, the place of the first feature."""
+        """The place of the first feature of some columns."""
         places, at = {}, 0
         for name, column in self.at_its_widest.columns.items():
             if chosen(column):
@@ -834,7 +834,7 @@ class Schema:
 
     @property
     def middle(self) -> float:
-        """Of a quantity, the middle of its public range, which is 0 for the model; else 0."""
+        """The middle of the public range of a quantity, which is 0 for the model; 0 for other tasks."""
         return sum(self.target.range) / 2 if self.target is not None and self.target.range is not None else 0.0
 
     def at_site(self) -> Schema:

@@ -47,7 +47,7 @@ class Dataset(NamedTuple):
         public: Mean and covariance that x was whitened by, where they were given.
         schema: The public schema by which a table was encoded, where there was one.
         person: Whom each training record is about, as numbers; None where the source does not say.
-        person_test: Whom each test record is about; None where nothing says.
+        person_test: Whom each test record is about, where persons were held out as a whole; else None.
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
         shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
         sequences: Records are texts that are learned token by token, and all labels are 0.
@@ -60,20 +60,20 @@ class Dataset(NamedTuple):
     """
 
     name: str
-    x_train: np.ndarray  # float32, records by features
+    x_train: np.ndarray
     y_train: np.ndarray
     x_test: np.ndarray
     y_test: np.ndarray
-    site: np.ndarray | None  # whose each training record is, as given
-    classes: tuple[str, ...]  # the original labels, in the order of their indices
-    features: tuple[str, ...] = ()  # column names, where the source has them
-    public: tuple[np.ndarray, np.ndarray] | None = None  # mean and cov that x was whitened by
-    schema: Schema | None = None  # by which a table was encoded
-    person: np.ndarray | None = None  # whom each training record is about; equal numbers for one person
-    person_test: np.ndarray | None = None  # whom each test record is about, where persons were held out as a whole
-    weight: np.ndarray | None = None  # factors in [0, 1] on the terms of training records; None where all count fully
-    shape: tuple[int, ...] = ()  # of one record as the source has it; empty where records are plain rows
-    sequences: bool = False  # records are texts that are learned token by token, and all labels are 0
+    site: np.ndarray | None
+    classes: tuple[str, ...]
+    features: tuple[str, ...] = ()
+    public: tuple[np.ndarray, np.ndarray] | None = None
+    schema: Schema | None = None
+    person: np.ndarray | None = None
+    person_test: np.ndarray | None = None
+    weight: np.ndarray | None = None
+    shape: tuple[int, ...] = ()
+    sequences: bool = False
 
     @property
     def unit(self) -> float:
@@ -154,19 +154,8 @@ def load(
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
     check_same_length(x, "x", raw.y, "y")
-    y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
     sequences = text is not None and not text.labelled
-    if sequences:
-        found = ()
-    elif classes is not None and not classes:
-        found, y = (), quantities(raw.y)
-        y_test = None if raw.y_test is None else quantities(raw.y_test)
-    elif classes:
-        y, y_test = (
-            by_public_classes(y, found, classes),
-            None if y_test is None else by_public_classes(y_test, found, classes),
-        )
-    public_classes = tuple(found if classes is None else classes)
+    y, y_test, found = _labels(raw, classes, sequences)
     site = raw.site
     if site is not None:
         check_same_length(x, "x", site, "client")
@@ -175,15 +164,7 @@ def load(
     who = None if raw.person is None else np.unique(raw.person, return_inverse=True)[1].astype(np.int64)
     who_test: np.ndarray | None = None
     if x_test is None or y_test is None:
-        # By position, never by label: which records are for testing must not depend on what a record says.
-        whose = np.zeros(len(y), np.int64) if site is None else np.unique(site, return_inverse=True)[1]
-        rng = generator(seed, "hold out")
-        if whole_clients and site is not None:
-            out = hold_out_clients(whose, test_fraction, rng)
-        elif who is not None:  # a person in both parts would make the test easier than the use of the model
-            out = hold_out_persons(whose, who, test_fraction, rng)
-        else:
-            out = hold_out(whose, test_fraction, rng)
+        out = _held_out(len(y), site, who, test_fraction, seed, whole_clients)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
         who_test = None if who is None else who[out]
         site, who = (None if part is None else part[~out] for part in (site, who))
@@ -202,12 +183,43 @@ def load(
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
     x = preprocess(x, public, normalize)
     x_test = preprocess(x_test, public, normalize)
-    names = tuple(raw.features or ())
+    names, public_classes = tuple(raw.features or ()), tuple(found if classes is None else classes)
     return Dataset(
         *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),
         shape=shape,
         sequences=sequences,
     )
+
+
+def _labels(
+    raw: Raw, classes: Sequence[str] | None, sequences: bool
+) -> tuple[np.ndarray, np.ndarray | None, tuple[str, ...]]:
+    """Training and test labels as the model learns them, and the classes that were found; () where labels are numbers.
+
+    `classes` is the public list of labels, or empty where they are quantities; see `load`.
+    """
+    y, y_test, found = (raw.y, raw.y_test, raw.classes) if raw.classes else encode_labels(raw.y, raw.y_test)
+    if sequences:
+        return y, y_test, ()
+    if classes is None:
+        return y, y_test, found
+    if not classes:
+        return quantities(raw.y), None if raw.y_test is None else quantities(raw.y_test), ()
+    public = by_public_classes(y, found, classes)
+    return public, None if y_test is None else by_public_classes(y_test, found, classes), found
+
+
+def _held_out(
+    records: int, site: np.ndarray | None, who: np.ndarray | None, fraction: float, seed: int, whole_clients: bool
+) -> np.ndarray:
+    """Which records are for testing: by position, never by label, so that it does not depend on what a record says."""
+    whose = np.zeros(records, np.int64) if site is None else np.unique(site, return_inverse=True)[1]
+    rng = generator(seed, "hold out")
+    if whole_clients and site is not None:
+        return hold_out_clients(whose, fraction, rng)
+    if who is not None:  # a person in both parts would make the test easier than the use of the model
+        return hold_out_persons(whose, who, fraction, rng)
+    return hold_out(whose, fraction, rng)
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:

@@ -14,13 +14,12 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Broadcast, Checkpoint, Model, Round, Shard, Tree, nothing
+from sordino.core import Broadcast, Checkpoint, Local, Model, Round, Shard, Tree, nothing
 from sordino.data.records import Lazy, Records, rows_of
 from sordino.engines import preconditions
 from sordino.engines.oracle import (
@@ -116,16 +115,6 @@ def run(
             ledger.afford([entry for i in unpaid for entry in charges(plan, i, round_plan.t, run_id)])
         if total is None and resumed and len(messages) < len(cohort):
             check_stream(plan, round_plan.t, source)
-
-        def compute(
-            i: int, add_noise: bool = True, at: tuple[Any, ...] = (round_plan, broadcast, memory, caches)
-        ) -> tuple[Tree, list[int]]:
-            """Client i's message and, if it carries no noise yet, the query that each of its leaves answers."""
-            round_plan, broadcast, memory, caches = at
-            ask = oracle(model, records, round_plan, i, source, add_noise=add_noise)
-            message = round_plan.stage.local.compute(ask, broadcast, memory[i], caches[i])
-            return ask.finish(message), [] if add_noise else ask.released(message)
-
         aggregate: Tree = ()
         if total is not None:
             aggregate = total
@@ -133,8 +122,10 @@ def run(
             aggregate = integer_sum(plan, model, records, round_plan, broadcast, memory, caches, source, stream)
         elif round_plan.noise_on_sum:
             if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
-                computed = [compute(i, add_noise=False) for i in cohort or [0]]
-                weights = [share[i] for i in cohort] or [0.0]
+                weights, computed = [share[i] for i in cohort] or [0.0], []
+                for i in cohort or [0]:
+                    ask = oracle(model, records, round_plan, i, source, add_noise=False)
+                    computed.append(without_noise(ask, local, broadcast, memory[i], caches[i]))
                 aggregate = noised_sum(round_plan, [m for m, _ in computed], weights, computed[0][1], source, theta)
                 if ledger is not None:
                     for i in unpaid:
@@ -143,7 +134,8 @@ def run(
         else:
             for i in cohort:
                 if i not in messages:
-                    messages[i] = compute(i)[0]
+                    ask = oracle(model, records, round_plan, i, source)
+                    messages[i] = ask.finish(local.compute(ask, broadcast, memory[i], caches[i]))
                     if ledger is not None:
                         ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
                 memory[i] = local.update_memory(messages[i], broadcast, memory[i])
@@ -154,6 +146,12 @@ def run(
             theta = theta + step
         checkpoint = Checkpoint(theta, state, tuple(memory))
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)
+
+
+def without_noise(ask: Oracle, local: Local, broadcast: Broadcast, memory: Tree, cache: Tree) -> tuple[Tree, list[int]]:
+    """A client's message before noise is added to it, and the query that each of its leaves answers."""
+    message = local.compute(ask, broadcast, memory, cache)
+    return ask.finish(message), ask.released(message)
 
 
 def integer_sum(
@@ -187,8 +185,7 @@ def integer_sum(
     total = np.zeros(masked_size(plan, round_plan.t), np.uint32)
     for i in map(int, round_plan.cohort):
         ask = oracle(model, records, round_plan, i, source, add_noise=False)
-        message = round_plan.stage.local.compute(ask, broadcast, memory[i], caches[i])
-        numbers, message = ask.released(message), ask.finish(message)
+        message, numbers = without_noise(ask, round_plan.stage.local, broadcast, memory[i], caches[i])
         if factors is not None:
             mine = stream.answers.setdefault(i, {})
             mine[round_plan.t] = leaves(message)[0]

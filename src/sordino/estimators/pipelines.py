@@ -118,7 +118,7 @@ _FITTING = ("fit", "fit_transform", "fit_predict", "_fit")
 
 
 def _before(caller: Any, estimator: Any) -> list[str]:
-    """Of one caller, what it fits in front of the estimator."""
+    """What one caller fits in front of the estimator."""
     if isinstance(caller, Pipeline):
         places = [k for k, (_, step) in enumerate(caller.steps) if step is estimator]
         earlier = caller.steps[: places[0] if places else -1]

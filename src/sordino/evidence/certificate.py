@@ -25,7 +25,7 @@ from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, continues_stream, noised_queries, plan_mechanism, unbounded_sampling
-from sordino.privacy.releases import sampler_of
+from sordino.privacy.releases import QueryNoise, sampler_of
 from sordino.privacy.spending import Group
 
 CERTIFICATE_FORMAT = 2
@@ -150,42 +150,9 @@ def certificate(
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
-        "queries": [
-            {
-                "query": level.name,
-                "clip": level.scale,
-                "calls": level.query.calls,
-                "joint": level.query.joint,
-                "semidefinite": level.query.psd,
-                "mechanism": plan_mechanism(plan, level.stage, level.number).name,
-                "stream": mechanism_of(level.query.noise).spans_rounds,
-                "carried": mechanism_of(level.query.noise).carried,
-                "step": level.step,
-                "dimension": level.dimension,
-                "bound": _bound(level.query),
-                **_factor(level.query.noise),
-                **({} if level.query.clipping == FLAT_CLIPPING else {"clipping": str(level.query.clipping)}),
-            }
-            for level in noises
-        ],
+        "queries": [_query(plan, level) for level in noises],
         "worst_client": worst.clients[0],
-        "groups": [
-            {
-                "clients": ranges(group.clients),
-                "count": len(group.clients),
-                "records": list(group.records) if sizes_public else None,
-                "sizes": _sizes(plan, group) if sizes_public else None,
-                **_attended(plan, group, done),
-                "mu": finite(group.mu),
-                "epsilon": finite(epsilon),
-                "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
-                "influence": {
-                    level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises
-                },
-                "releases": [release._asdict() for release in group.releases],
-            }
-            for group, epsilon in zip(groups, epsilons, strict=True)
-        ],
+        "groups": [_group(plan, group, epsilon, done) for group, epsilon in zip(groups, epsilons, strict=True)],
         "secure": _secure(plan, groups),
         "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
         "numerics": [*_numerics(plan), *[SAMPLES] * spending.samples(plan)],
@@ -198,6 +165,43 @@ def certificate(
         "schema_sha256": schema_sha256,
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},
+    }
+
+
+def _query(plan: Plan, level: QueryNoise) -> dict[str, Any]:
+    """What is asked and released, and with which noise."""
+    query, mechanism = level.query, mechanism_of(level.query.noise)
+    return {
+        "query": level.name,
+        "clip": level.scale,
+        "calls": query.calls,
+        "joint": query.joint,
+        "semidefinite": query.psd,
+        "mechanism": plan_mechanism(plan, level.stage, level.number).name,
+        "stream": mechanism.spans_rounds,
+        "carried": mechanism.carried,
+        "step": level.step,
+        "dimension": level.dimension,
+        "bound": _bound(query),
+        **_factor(query.noise),
+        **({} if query.clipping == FLAT_CLIPPING else {"clipping": str(query.clipping)}),
+    }
+
+
+def _group(plan: Plan, group: Group, epsilon: float, done: int | None) -> dict[str, Any]:
+    """Clients with equal releases, and their epsilon."""
+    sizes_public, noises = plan.privacy.unit.sizes_public, calibration.query_noises(plan)
+    return {
+        "clients": ranges(group.clients),
+        "count": len(group.clients),
+        "records": list(group.records) if sizes_public else None,
+        "sizes": _sizes(plan, group) if sizes_public else None,
+        **_attended(plan, group, done),
+        "mu": finite(group.mu),
+        "epsilon": finite(epsilon),
+        "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
+        "influence": {level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises},
+        "releases": [release._asdict() for release in group.releases],
     }
 
 
@@ -269,7 +273,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
-    """For sums of integers: the clients whose noise counts, and epsilon against the server alone."""
+    """The clients whose noise counts in a sum of integers, and epsilon against the server alone."""
     if plan.integers is None:
         return None
     how, honest = plan.integers, plan.integers.honest(plan.clients)

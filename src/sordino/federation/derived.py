@@ -33,7 +33,7 @@ def stated(terms: Terms) -> Terms:
 
 
 def derived_numbers(terms: Terms) -> dict[str, float]:
-    """Of every noised query: its bound, noise, weights (each summed over the sites) and integer step."""
+    """The bound, noise, weights (each summed over the sites) and integer step of every noised query."""
     numbers = _of_plan(terms.plan, "") | _of_masks(terms)
     return numbers | _of_plan(AgreedEvaluation(terms).plan, "evaluation ") if terms.evaluation else numbers
 

@@ -175,7 +175,7 @@ def init(
     return [folder / name for name in texts]
 
 
-def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = None) -> Terms:
+def proposed(folder: Path, sizes: Sequence[int]) -> Terms:
     """The terms that a coordinator's folder would propose to sites of these sizes, with a calibrated plan."""
     from sordino.settings import read_toml
 
@@ -184,7 +184,7 @@ def proposed(folder: Path, sizes: Sequence[int], names: Sequence[str] | None = N
     terms = Terms(
         run="0" * 32,
         spec=written(spec, config.table_schema),
-        names=tuple(names or config.sites),
+        names=tuple(config.sites),
         sizes=public_sizes(spec, sizes),
         requested_epsilons={},
         features=config.features,

@@ -214,7 +214,7 @@ class SiteData:
 
     @property
     def record_shape(self) -> tuple[int, ...]:
-        """Of one record as the file has it, such as (32, 32, 3); empty where records are plain rows."""
+        """The shape of one record as the file has it, such as (32, 32, 3); empty if records are plain rows."""
         return self._counted[3]
 
     @property

@@ -105,7 +105,7 @@ class SiteRun:
 
     @cached_property
     def secret(self) -> bytes:
-        """Of this run alone. Noise and masks are derived from it, so that they are the same after a crash."""
+        """The secret of this run alone. Noise and masks follow from it, so that they are the same after a crash."""
         try:
             return (self.folder / "secret").read_bytes()
         except FileNotFoundError:

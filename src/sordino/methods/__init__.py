@@ -311,7 +311,7 @@ REGISTRY: dict[str, MethodEntry] = {
 
 
 def entry(name: str) -> MethodEntry:
-    """Of this package, or of another one by the entry point `sordino.methods` (`sordino.plugins`)."""
+    """The entry of a method of this package, or of another one by the entry point `sordino.methods` (`plugins`)."""
     if name in REGISTRY:
         return REGISTRY[name]
     others = plugins.found(plugins.METHODS)

@@ -52,7 +52,7 @@ class Public:
         return Public(torch.ones(0), model, Shard(x, y, torch.ones(len(x))))
 
     def squares(self, theta: Tensor, shapes: tuple[tuple[int, ...], ...] = ()) -> Tensor:
-        """Of the mean gradient at theta; or what stands for them: its feature's second moment, 1 for a bias."""
+        """The squares of the mean gradient at theta, or what replaces them: a feature's second moment, 1 for a bias."""
         if self.model is not None:
             x, y, ones = self.shard[:3]
             sums = self.model.clipped_sum(theta, Shard(x.to(theta), y, ones.to(theta)), math.inf)

@@ -46,7 +46,7 @@ class LifeSpan(NamedTuple):
 
 
 class _Terms(NamedTuple):
-    """Of each record, float64; all zero where a number is not finite."""
+    """The parts of each record's gradient, float64; all zero where a number is not finite."""
 
     x: Tensor  # features
     residual: Tensor  # r, by interval

@@ -41,13 +41,13 @@ class Pixels(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Of one image as a row has it."""
+        """The shape of one image as a row has it."""
         height, width, channels, first = self.found
         return (channels, height, width) if first else (height, width, channels)
 
     @property
     def output_shape(self) -> tuple[int, int, int]:
-        """Of one image as the network reads it."""
+        """The shape of one image as the network reads it."""
         return self.channels, self.side or self.found.height, self.side or self.found.width
 
     @property

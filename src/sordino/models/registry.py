@@ -187,14 +187,14 @@ def balanced(prevalence: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(1 / (len(prevalence) * share) if share > 0 else math.inf for share in prevalence)
 
 
-def check_prevalence(prevalence: tuple[float, ...], classes: int, where: str = "prevalence") -> None:
+def check_prevalence(prevalence: tuple[float, ...], classes: int) -> None:
     """Refuse shares of classes that are not one per class, above 0, with a sum of 1."""
     if len(prevalence) != classes:
-        raise SordinoError(f"{where}: {len(prevalence)} shares for {classes} classes; give one per class.")
+        raise SordinoError(f"prevalence: {len(prevalence)} shares for {classes} classes; give one per class.")
     if not all(LEAST_PREVALENCE <= share < 1 for share in prevalence) or not 0.99 <= sum(prevalence) <= 1.01:
         raise SordinoError(
-            f"{where}: {list(prevalence)} must be shares of at least {LEAST_PREVALENCE:g}, one per class, with a sum "
-            "of 1."
+            f"prevalence: {list(prevalence)} must be shares of at least {LEAST_PREVALENCE:g}, one per class, with a "
+            "sum of 1."
         )
 
 

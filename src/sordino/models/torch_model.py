@@ -137,15 +137,7 @@ class TorchModel:
             raise SordinoError(f"shape: {shape!r} must be a tuple of whole numbers, as in (20,) or (3, 32, 32).")
         if chunk is not None and chunk < 1:
             raise SordinoError(f"chunk: {chunk} must be at least 1, or None.")
-        self.module = module = copy.deepcopy(module)
-        unroll(module)
-        for part in module.modules():
-            if isinstance(part, nn.modules.batchnorm._BatchNorm):
-                raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
-            if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
-                part.inplace = False  # type: ignore[assignment]
-        if any(nn.parameter.is_lazy(p) for p in module.parameters()):
-            raise SordinoError("module: a lazy layer has no parameters yet; run the module on one batch before.")
+        self.module = module = _copied(module)
         self.trained: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if not self.trained:
             raise SordinoError(
@@ -188,19 +180,7 @@ class TorchModel:
             )
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
-            if mode == "vmap":
-                raise SordinoError(
-                    "mode: torch.func ('vmap') cannot compute the gradient of single examples of this module. "
-                    f"{NO_GRADIENTS}"
-                )
-            if mode != "auto":
-                raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
-            self.mode, self.grouped = "vmap", False
-            if not probe.agrees(self):
-                raise SordinoError(
-                    f"module: the gradient of single examples of {', '.join(odd) or 'it'} cannot be computed. "
-                    f"{NO_GRADIENTS}"
-                )
+            self._fall_back(mode, odd)
         if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
             raise SordinoError(
                 f"autocast: torch.func ('vmap') cannot compute gradients in {str(autocast).removeprefix('torch.')} of "
@@ -211,6 +191,22 @@ class TorchModel:
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
             chosen, self.mode = self.mode, "vmap"
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
+
+    def _fall_back(self, mode: str, odd: list[str]) -> None:
+        """Take torch.func where the chosen mode computes other gradients than those of single examples."""
+        if mode == "vmap":
+            raise SordinoError(
+                "mode: torch.func ('vmap') cannot compute the gradient of single examples of this module. "
+                f"{NO_GRADIENTS}"
+            )
+        if mode != "auto":
+            raise SordinoError(f"mode: gradients by '{mode}' differ from those of single examples; use 'vmap'.")
+        self.mode, self.grouped = "vmap", False
+        if not probe.agrees(self):
+            raise SordinoError(
+                f"module: the gradient of single examples of {', '.join(odd) or 'it'} cannot be computed. "
+                f"{NO_GRADIENTS}"
+            )
 
     @cached_property
     def adapters(self) -> tuple[tuple[int, int], ...]:
@@ -752,6 +748,20 @@ def _factors(squares: Tensor, most: float | Tensor, mask: Tensor, gamma: float =
     factor = torch.where(fine, factor, 0.0).to(mask.dtype)
     # A factor below the normal range has too few digits to keep the bound, so such a record counts as zero.
     return threshold(factor, torch.finfo(mask.dtype).tiny, 0.0) * mask, fine
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy that keeps the inputs of its layers; modules that mix examples or have no parameters yet are refused."""
+    module = copy.deepcopy(module)
+    unroll(module)
+    for part in module.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
+        if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
+            part.inplace = False  # type: ignore[assignment]
+    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+        raise SordinoError("module: a lazy layer has no parameters yet; run the module on one batch before.")
+    return module
 
 
 def group_norm(module: nn.Module) -> nn.Module:

@@ -264,10 +264,12 @@ def _cost(config: SiteConfig, terms: Terms) -> float:
 
 
 def _hint(config: SiteConfig, terms: Terms | None) -> str:
-    """What a site may do about a federation's epsilon above its own limit."""
+    """What a site may do if the federation's epsilon is above its own limit."""
     if terms is None or config.run_epsilon is not None or terms.resolved.privacy.epsilon <= config.epsilon:
         return ""
-    return f"; run_epsilon = {config.epsilon} in site.toml requests that ε for this site, by more noise"
+    return (
+        f"; run_epsilon = {config.epsilon} in site.toml requests that ε for this site, whose messages then count less"
+    )
 
 
 def _ledger(site: Site, ledger: Ledger) -> Iterator[Check]:

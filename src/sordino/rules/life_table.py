@@ -173,7 +173,7 @@ def balanced(constant: Tensor, at_risk: Tensor, square: Tensor, clip: float) -> 
 
 
 def _cells_of(at_risk: Tensor, events: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a life table: the share of each cell (censored in 0, event in 0, …, beyond), and its m and d by interval."""
+    """The shares of the cells of a life table (censored in 0, event in 0, …, beyond), and its m and d by interval."""
     intervals = at_risk.shape[-1]
     left, shares = torch.ones_like(at_risk[..., 0]), []
     for k in range(intervals):

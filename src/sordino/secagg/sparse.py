@@ -344,7 +344,7 @@ def _check_survivors(
 
 
 def _dealers(session: Session, by: str, present: Iterable[str], alive: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Of whom a site reveals a share of the seed, and of whom one of the key, in the roster's order."""
+    """The sites of whose seeds this one reveals shares, and those of whose keys it does, in the roster's order."""
     there, alive = set(present), set(alive)
     neighbours = [name for name in session.neighbours(by) if name in there]
     return [name for name in neighbours if name in alive], [name for name in neighbours if name not in alive]

@@ -25,7 +25,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,13 +43,14 @@ from sordino.privacy.accounting import events
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded, SharedDraws, Source
 from sordino.privacy.participation import FULL, Sampling
 from sordino.privacy.plan import Plan
-from sordino.training.run import PreparedRun, prepare, reopen
+from sordino.training.run import PreparedRun
 
 RUNS = 500  # per data set, without the pilot
 PILOT_RUNS = 64  # per data set: they estimate variances, and no bound uses them
 RUNS_PER_BATCH = 64
 MOST_WHITENED = 2_000  # parameters of a model whose covariance is estimated
 UNCLIPPED = 1e9  # a clip that no gradient of a real record reaches
+ROC_POINTS = 50
 FINAL, EVERY = "final model", "every model"
 
 
@@ -122,41 +122,9 @@ class BlackBox(NamedTuple):
         return bool(self.lower > self.certified)
 
     def document(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result, ready for JSON."""
         attackers = [each._asdict() for each in self.attackers]
         return {**self._asdict(), "attackers": attackers, "broken": self.broken}
-
-
-def audit_run(
-    out: Path,
-    *,
-    runs: int = RUNS,
-    confidence: float = statistics.CONFIDENCE,
-    noise_factor: float = 1.0,
-    seed: int | None = None,
-    tick: Callable[[int], None] = lambda runs: None,
-) -> BlackBox:
-    """Attack a finished run: repeat it many times with and without a change of one canary.
-
-    Nothing of the run's folder is changed.
-
-    Args:
-      out: the folder that `sordino run` wrote. Its data must still be where the spec says.
-      runs: runs per data set.
-      confidence: with which each bound holds.
-      noise_factor: multiplies the noise without telling the certificate; below 1 the attack is stronger.
-      seed: makes the noise reproducible. Without it, noise is secret and fresh.
-      tick: called with the number of runs that finished.
-
-    Returns:
-      The lower bounds of both attackers, beside the certified epsilon.
-
-    Raises:
-      SordinoError: the run cannot be repeated side by side, or promises nothing.
-    """
-    return attack(
-        prepare(reopen(out)), runs=runs, confidence=confidence, noise_factor=noise_factor, seed=seed, tick=tick
-    )
 
 
 def steps(runs: int) -> int:
@@ -173,7 +141,24 @@ def attack(
     seed: int | None = None,
     tick: Callable[[int], None] = lambda runs: None,
 ) -> BlackBox:
-    """As `audit_run`, for a run that is prepared already."""
+    """Attack a finished run: repeat it many times with and without a change of one canary.
+
+    Nothing of the run's folder is changed.
+
+    Args:
+      run: as `training.run.reopen` and `prepare` read it from its folder; its data must be where the spec says.
+      runs: runs per data set.
+      confidence: with which each bound holds.
+      noise_factor: multiplies the noise without telling the certificate; below 1 the attack is stronger.
+      seed: makes the noise reproducible. Without it, noise is secret and fresh.
+      tick: called with the number of runs that finished.
+
+    Returns:
+      The lower bounds of both attackers, beside the certified epsilon.
+
+    Raises:
+      SordinoError: the run cannot be repeated side by side, or promises nothing.
+    """
     check_arguments("runs", runs, noise_factor, seed)
     _check(run)
     plan, sources = run.plan, _sources(seed)
@@ -463,8 +448,8 @@ def _auc(zero: np.ndarray, one: np.ndarray) -> float:
     return float(below.mean() / (2 * len(zero)))
 
 
-def _roc(zero: np.ndarray, one: np.ndarray, points: int = 50) -> list[tuple[float, float]]:
+def _roc(zero: np.ndarray, one: np.ndarray) -> list[tuple[float, float]]:
     """Points of the ROC curve, from (1, 1) to (0, 0)."""
-    cuts = np.quantile(np.concatenate([zero, one]), np.linspace(0, 1, points))
+    cuts = np.quantile(np.concatenate([zero, one]), np.linspace(0, 1, ROC_POINTS))
     rates = [(float((zero > cut).mean()), float((one > cut).mean())) for cut in cuts]
     return [(1.0, 1.0), *rates]

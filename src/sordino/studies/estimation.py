@@ -302,7 +302,7 @@ def _summary(errors: np.ndarray) -> dict[str, float]:
 
 
 def rounded(value: float) -> float:
-    """To four digits."""
+    """The value, rounded to four digits."""
     return float(f"{float(value):.4g}")
 
 

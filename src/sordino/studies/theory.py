@@ -71,14 +71,14 @@ def quadratic(slope: Array, times: Array, spread: Array, length: float = 0.0) ->
 
 @lru_cache(maxsize=64)
 def population(model: Linear, length: float) -> Population:
-    """Of `model` (logistic or Poisson, no bias) under the Gaussian design, labels drawn at |theta_0| = length."""
+    """The population of `model` (logistic or Poisson, no bias): Gaussian features, labels at |theta_0| = length."""
     if model.kind not in (Loss.LOGISTIC, Loss.POISSON) or model.bias or model.outputs != 1:
         raise SordinoError("model: predictions exist for logistic and Poisson models with one output and no bias.")
     t, weight, inside = _nodes(model.features, model.radius)
     times = np.array([1.0, model.features - 1.0])
 
     def average(values: Array, power: int) -> Array:
-        """Of values(t) times the record's weight to a power, times t^2 or the square of one coordinate across."""
+        """Means of values(t) times the record's weight to a power, times t^2 or the square of one coordinate across."""
         along, across = inside[power]
         first, second = weight @ (values * t**2 * along), weight @ (values * across)
         return np.array([first, second if times[1] else first])  # in one dimension there is no direction across

@@ -50,14 +50,14 @@ class Tuned(NamedTuple):
 Tick = Callable[[int], None]
 
 
-def validated(dataset: Dataset, fraction: float = 0.1, seed: int = 0) -> Dataset:
+def validated(dataset: Dataset, fraction: float = 0.1) -> Dataset:
     """A data set of the training records only, with a part of them as test records."""
     if not 0 < fraction < 1:
         raise SordinoError(
             f"validation: {fraction} must lie between 0 and 1; it is the share held out, and 0.1 is usual."
         )
     whose = np.zeros(len(dataset.y_train), int)
-    out = hold_out(whose, fraction, generator(seed, "validation"))
+    out = hold_out(whose, fraction, generator(0, "validation"))
     x, y, site = dataset.x_train, dataset.y_train, dataset.site
     return dataset._replace(
         x_train=x[~out], y_train=y[~out], x_test=x[out], y_test=y[out], site=None if site is None else site[~out]

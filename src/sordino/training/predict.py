@@ -163,7 +163,7 @@ class LoadedRun:
 
     @property
     def _tokenizer(self) -> str:
-        """Of the weights' folder, as in training."""
+        """The tokenizer of the weights' folder, as in training."""
         weights = json.loads(self.about["model"]["options"]).get("weights")
         return weights if weights and Path(weights).is_dir() else "minilm"
 
@@ -193,7 +193,7 @@ class LoadedRun:
 
     @property
     def threshold(self) -> float:
-        """Of two classes: above this probability, the second one is predicted. The run's setting."""
+        """The run's threshold for two classes: above this probability the second one is predicted."""
         return float(tomllib.loads(self.about["spec"]).get("threshold", 0.5))
 
     def _class_index(self, x: Tensor) -> np.ndarray:
@@ -220,7 +220,7 @@ class LoadedRun:
 
     @property
     def edges(self) -> tuple[float, ...]:
-        """Of survival, the ends of the public intervals; empty for other tasks."""
+        """The ends of the public intervals of a survival model; empty for other tasks."""
         return self.model.intervals[1:] if isinstance(self.model, Hazards) else ()
 
     def predict_survival(self, records: Records) -> np.ndarray:

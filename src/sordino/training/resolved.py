@@ -143,7 +143,7 @@ class ResolvedSpec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of records, sums and noise."""
+        """The type of records, sums and noise."""
         wide = self.spec.dtype == "float64" or self.spec.integers  # integers are exact multiples of float64 sums
         return torch.float64 if wide else torch.float32
 
@@ -540,7 +540,7 @@ class ResolvedSpec:
 
     @property
     def doubts(self) -> list[str]:
-        """Why nothing can be certified of this partition of these data; empty where something can."""
+        """Why no run on these data with this partition can be certified; empty if it can."""
         if self.source.open or not self.partition.reads_labels:
             return []
         name = _without_folders(self.source.name)
@@ -623,7 +623,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     70
     """
     spec = dataclasses.replace(spec, model=model_of(spec.method, spec.model))
-    known, benchmark = entry(spec.method), _benchmark(spec.data)
+    benchmark = _benchmark(spec.data)
     is_open = benchmark or bool(spec.public_data)
     schema = schema if spec.schema is None else _read_schema(spec.schema)
     person = _person_column(spec, schema)
@@ -636,47 +636,19 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
     _check_private_statistics(spec, schema, unit)
     if schema is not None and spec.public_stats is not None:
         raise SordinoError("public_stats: the schema scales each column already; leave public_stats out.")
-    causal = registry.entry(spec.model).causal
-    labelled = is_open and person is None and not causal
-    usual = "by-site" if schema is not None and schema.client else "dirichlet" if labelled else "iid"
-    law, colon, argument = (spec.partition or usual).partition(":")
-    if schema is not None and law == "by-column":
-        raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
-    partition_text = law + colon + (_whole_path(argument) if law == "counts" else argument)
+    partition_text = _partition_text(spec, schema, person, is_open)
     partition = Partition.parse(partition_text, spec.sizes)
-    if causal and partition.reads_labels:
+    if registry.entry(spec.model).causal and partition.reads_labels:
         raise SordinoError(
             f"partition: {partition.law} divides records by their labels, and {spec.model} learns text without labels; "
             "use iid or by-column:NAME."
         )
-    normalize = spec.normalize
-    if normalize is None:
-        normalize = normalize_of(spec.method, spec.model)
-        normalize = f"table:{schema.used}" if schema is not None and normalize == "record" else normalize
-    seed = spec.seed if spec.seed is not None else secrets.randbits(126)
-    known_options = registry.entry(spec.model).options.items()
-    model_options = {key: option.default for key, option in known_options if option.default is not None}
-    model_options |= spec.model_options
-    weights = model_options.get("weights")
-    if weights:
-        weights = model_options["weights"] = str(Path(weights).expanduser().resolve())
+    model_options = _model_options(spec)
     written = dataclasses.replace(
-        spec,
-        data=_whole_path(spec.data),
-        data_dir=spec.data_dir and str(Path(spec.data_dir).expanduser().resolve()),
-        schema=spec.schema and _whole_path(spec.schema),
-        public_stats=spec.public_stats and _whole_path(spec.public_stats),
+        _written(spec, schema),
         partition=partition_text,
         unit=unit,
         clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
-        calibrate=_calibrate(spec, schema),
-        rounds=known.rounds if spec.rounds is None else spec.rounds,
-        normalize=normalize,
-        schedule_seed=spec.schedule_seed if spec.schedule_seed is not None else seed,
-        options={
-            key: _whole_path(value) if key == "public" and value else value
-            for key, value in {**known.options, **_run_options(spec, schema), **spec.options}.items()
-        },
         model_options=model_options,
     )
     privacy = Privacy(
@@ -691,6 +663,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         spec.person_choice,
     )
     check_known("divisor", spec.divisor, list(Divisor))
+    weights = model_options.get("weights")
     records_source = DataSource(
         name=written.data,
         folder=spec.data_dir,
@@ -731,6 +704,49 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         schedule_seed=written.schedule_seed or 0,
         evaluate_every=spec.evaluate_every,
         device=device,
+    )
+
+
+def _partition_text(spec: Spec, schema: Schema | None, person: str | None, is_open: bool) -> str:
+    """The partition as asked for; by default by site where the schema names clients, by labels where they are open."""
+    labelled = is_open and person is None and not registry.entry(spec.model).causal
+    usual = "by-site" if schema is not None and schema.client else "dirichlet" if labelled else "iid"
+    law, colon, argument = (spec.partition or usual).partition(":")
+    if schema is not None and law == "by-column":
+        raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
+    return law + colon + (_whole_path(argument) if law == "counts" else argument)
+
+
+def _model_options(spec: Spec) -> dict[str, Any]:
+    """The options of the model with their defaults, and a whole path of its weights."""
+    known = registry.entry(spec.model).options.items()
+    options = {key: option.default for key, option in known if option.default is not None} | spec.model_options
+    if options.get("weights"):
+        options["weights"] = str(Path(options["weights"]).expanduser().resolve())
+    return options
+
+
+def _written(spec: Spec, schema: Schema | None) -> Spec:
+    """The spec with whole paths, and with what it leaves open to method, model and schema."""
+    known, normalize = entry(spec.method), spec.normalize
+    if normalize is None:
+        normalize = normalize_of(spec.method, spec.model)
+        normalize = f"table:{schema.used}" if schema is not None and normalize == "record" else normalize
+    schedule_seed = spec.schedule_seed if spec.schedule_seed is not None else spec.seed
+    return dataclasses.replace(
+        spec,
+        data=_whole_path(spec.data),
+        data_dir=spec.data_dir and str(Path(spec.data_dir).expanduser().resolve()),
+        schema=spec.schema and _whole_path(spec.schema),
+        public_stats=spec.public_stats and _whole_path(spec.public_stats),
+        calibrate=_calibrate(spec, schema),
+        rounds=known.rounds if spec.rounds is None else spec.rounds,
+        normalize=normalize,
+        schedule_seed=secrets.randbits(126) if schedule_seed is None else schedule_seed,
+        options={
+            key: _whole_path(value) if key == "public" and value else value
+            for key, value in {**known.options, **_run_options(spec, schema), **spec.options}.items()
+        },
     )
 
 
@@ -835,7 +851,7 @@ def _portable(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_folders(value: Any) -> Any:
-    """Of a text that is a whole path, or has one after a colon, the last name alone; anything else as it is.
+    """A path, or a path after a colon, without its folders; any other value unchanged.
 
     >>> _without_folders("/home/a/b.csv"), _without_folders("counts:/home/a/b.csv"), _without_folders("dirichlet:0.5")
     ('b.csv', 'counts:b.csv', 'dirichlet:0.5')

@@ -434,7 +434,7 @@ def no_intervals(run: PreparedRun) -> bool:
 
 
 def _uncertainty_stds(run: PreparedRun) -> list[float]:
-    """Of the noise on the releases of the last round, by query."""
+    """The standard deviations of the noise on the releases of the last round, by query."""
     last = len(run.plan.method.stages) - 1
     return [calibration.aggregate_std(run.plan, last, number) for number in range(len(run.plan.stages[last].queries))]
 

@@ -127,7 +127,7 @@ class Spec:
 
     @staticmethod
     def of(values: Mapping[str, Any]) -> Spec:
-        """From flat keys: keys of a run, options of its method, options of its model.
+        """Read flat keys: keys of a run, options of its method, options of its model.
 
         Raises:
           SordinoError: an unknown key, or a value of the wrong type.
@@ -159,7 +159,7 @@ class Spec:
 
     @staticmethod
     def read(path: str | Path) -> Spec:
-        """From a TOML file."""
+        """Read a TOML file."""
         return Spec.of(read_toml(path))
 
     # ------------------------------------------------------------------------------------------------------- writing

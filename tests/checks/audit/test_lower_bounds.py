@@ -197,7 +197,7 @@ def test_without_delta_one_run_is_clopper_and_pearson():
     assert one_run_p_value(100, 10, 8, epsilon=1.0, delta=0.0) < one_run_p_value(100, 10, 8, epsilon=1.0, delta=1e-4)
 
 
-def test_upper_ends():
+def test_upper_is_the_clopper_pearson_bound_up_to_its_ends():
     counts = np.array([0, 1, 7, 99, 100])
     assert upper(counts, 100, 0.025)[:4] == pytest.approx(beta.ppf(0.975, counts[:4] + 1, 100 - counts[:4]))
     assert upper(counts, 100, 0.025)[4] == 1.0

@@ -33,7 +33,7 @@ def test_private_files_are_private_and_never_overwritten(tmp_path):
         keys.node_key(tmp_path / "site")
 
 
-def test_commands(tmp_path):
+def test_commands_keep_messages_in_memory_and_telemetry_off(tmp_path):
     tls = tls_files.Tls(Path("ca"), Path("crt"), Path("key"))
     link = commands.superlink_command(tls, Path("s"))
     assert "--enable-supernode-auth" in link
@@ -58,7 +58,7 @@ def test_a_wrong_or_missing_flower_is_named(monkeypatch):
         flower.require()
 
 
-def test_references():
+def test_a_handler_is_found_by_name_or_refused():
     assert flower.named("os:getpid", "handler") is os.getpid
     for wrong in ("os:nothing", "nothing_at_all:x", "os", ""):
         with pytest.raises(SordinoError, match="handler"):

@@ -214,7 +214,7 @@ def test_calibration_is_safe_and_tight(epsilon, delta, sensitivity, releases):
 
 @pytest.mark.parametrize("delta", [1e-15, 1e-12, 1e-5, 0.3])
 @pytest.mark.parametrize("epsilon", [0.0, 1e-3, 1.0, 500.0])
-def test_corners(epsilon, delta):
+def test_mu_is_exact_at_the_corners_of_its_range(epsilon, delta):
     mu = gaussian.mu(epsilon, delta)
     assert near(exact_delta(mu, epsilon), delta, 1e-8)
     assert abs(gaussian.epsilon(mu, delta) - epsilon) <= 1e-9 * max(epsilon, 1e-3)
@@ -244,7 +244,7 @@ def test_the_naive_difference_would_fail():
 # ------------------------------------------------------------------------------------------------- shape and refusals
 
 
-def test_monotone():
+def test_every_figure_is_monotone():
     epsilons = np.geomspace(1e-3, 500, 40)
     assert np.all(np.diff([gaussian.mu(e, DELTA) for e in epsilons]) > 0)
     assert np.all(np.diff([gaussian.delta(1.0, e) for e in epsilons[:28]]) < 0)
@@ -255,7 +255,7 @@ def test_monotone():
     assert np.all(np.diff([sigma_g(1.0, "SA_replace", rounds=T) for T in range(1, 50)]) > 0)
 
 
-def test_limits():
+def test_zero_and_infinity_have_their_limits():
     assert gaussian.mu(math.inf, DELTA) == math.inf
     assert gaussian.sigma(math.inf, DELTA) == 0.0
     assert gaussian.sigma(math.inf, DELTA, sensitivity=math.inf) == 0.0

@@ -281,7 +281,7 @@ def test_a_mean_is_met():
     assert NegativeBinomial.of(8.0).gamma == pytest.approx(1 / 8)
 
 
-def test_ends():
+def test_selection_at_zero_and_infinite_cost():
     law = NegativeBinomial(0.1)
     assert selection.epsilon(law, 0.0, DELTA) == 0
     assert selection.epsilon(law, math.inf, DELTA) == math.inf

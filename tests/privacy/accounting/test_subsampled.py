@@ -66,7 +66,7 @@ def hockey_stick(q, mu, epsilon, way):
 
 
 @pytest.mark.parametrize(("sampler", "adjacency", "times", "epsilon", "digit"), PINNED)
-def test_pinned(sampler, adjacency, times, epsilon, digit):
+def test_epsilon_agrees_with_pinned_figures(sampler, adjacency, times, epsilon, digit):
     found = subsampled.epsilon([SampledGaussian(0.016, 1.0, times, sampler)], 1e-5, adjacency)
     assert abs(found - epsilon) <= 1.1 * digit + 1e-3 * epsilon
 
@@ -200,7 +200,7 @@ def test_scale_covers_the_gaussian_part():
 
 
 @pytest.mark.parametrize(("sampler", "adjacency"), list(itertools.product([POISSON, FIXED], [ADD, REPLACE])))
-def test_monotone(sampler, adjacency):
+def test_epsilon_grows_with_rate_mu_and_releases(sampler, adjacency):
     def spent(q=0.05, mu=0.5, times=50, delta=1e-6):
         return subsampled.epsilon([SampledGaussian(q, mu, times, sampler)], delta, adjacency)
 
@@ -356,7 +356,7 @@ def test_fixed_is_never_worse_than_no_sampling():
         assert subsampled.epsilon([SampledGaussian(0.99, 0.2, 10, FIXED)], 1e-5, adjacency) <= full
 
 
-def test_path():
+def test_a_path_lies_just_above_the_epsilon_of_each_round():
     release = SampledGaussian(0.02, 0.8, 1)
     rounds = np.arange(1, 121)
     mus = 0.01 * np.sqrt(rounds)
@@ -369,7 +369,7 @@ def test_path():
         subsampled.path([release], rounds[::-1, None], 1e-5, REPLACE, mus)
 
 
-def test_refusals():
+def test_releases_out_of_range_are_refused():
     with pytest.raises(SordinoError, match="rate"):
         subsampled.epsilon([SampledGaussian(0.5, 1.0, 10, Sampler.FULL)], 1e-5, ADD)
     for bad in (
@@ -401,7 +401,7 @@ def test_a_direction_without_a_loss_above_the_target_needs_no_grid(own_cache, mo
     assert set(ways) == {"remove", "add"}
 
 
-def test_cache(own_cache, monkeypatch):
+def test_stored_noise_is_read_only_if_whole_and_of_this_version(own_cache, monkeypatch):
     first = subsampled.multiplier(*QUESTION)
     (file,) = (own_cache / "noise").iterdir()
     with monkeypatch.context() as patch:

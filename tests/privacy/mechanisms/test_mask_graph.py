@@ -91,6 +91,6 @@ def test_degree_grows_slowly():
 
 
 @pytest.mark.parametrize(("dropouts", "colluders"), [(140, 20), (299, 1), (0, 299), (-1, 0)])
-def test_refused(dropouts, colluders):
+def test_too_many_dropouts_or_colluders_are_refused(dropouts, colluders):
     with pytest.raises(SordinoError, match="dropouts, colluders"):
         parameters(300, dropouts, colluders)

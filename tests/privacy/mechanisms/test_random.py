@@ -571,7 +571,7 @@ def test_the_size_of_a_chunk_does_not_matter(monkeypatch):
 
 
 @pytest.mark.parametrize("stream", [Secure(KEY), Seeded(7), Noiseless(7)], ids=["secure", "seeded", "silent"])
-def test_shapes(stream):
+def test_a_shape_only_arranges_the_draws(stream):
     for shape in ((), (0,), (5,), (2, 3), (2, 0, 3), (4, 1, 2)):
         for numbers in (stream.normal, stream.uniform):
             out = numbers(HERE, shape)
@@ -667,12 +667,12 @@ def test_who_may_promise():
     assert np.array_equal(source(4).normal(HERE, (3,)), Seeded(4).normal(HERE, (3,)))
 
 
-def test_silence():
+def test_noiseless_draws_no_normals_but_uniforms():
     assert not Noiseless().normal(HERE, (3, 4)).any()
     assert np.array_equal(Noiseless(5).uniform(HERE, (9,)), Seeded(5).uniform(HERE, (9,)))
 
 
-def test_words():
+def test_words_are_fair_bits_of_a_stream_of_their_own():
     """Of 64 fair bits, and from a stream of their own."""
     for stream in (Secure(KEY), Seeded(7), random.Counted(7), Noiseless(7)):
         words = stream.words(HERE, SIZE)

@@ -160,7 +160,7 @@ def _steps(plan: Plan) -> float:
 
 
 def _std(plan: Plan) -> float:
-    """Of the honest noise in the sum."""
+    """The standard deviation of the honest noise in the sum."""
     assert plan.integers is not None
     (noise,) = calibration.query_noises(plan)
     variance = plan.integers.honest(plan.clients) * calibration.integer_variance(plan, noise)

@@ -34,6 +34,8 @@ from sordino.federation.flower.keys import node_key, secret
 from sordino.federation.flower.lifeline import VARIABLE
 from sordino.federation.tls import LOOPBACK, certificates
 
+CONNECT_SECONDS = 60.0  # until every site must be connected
+
 
 class Processes:
     """Named processes that end together, sites first; a context manager. Each has a log `<name>.log` in `folder`.
@@ -195,10 +197,10 @@ class LocalFederation(Processes):
         more = {"SORDINO_SITE": name, **self.site}
         return self.start(f"worker-{name}", command, environment(self.folder / f"home-{name}", more))
 
-    def wait_node(self, name: str, seconds: float = 60.0) -> None:
+    def wait_node(self, name: str) -> None:
         """Wait until the site is connected."""
         log, needed = self.log(f"node-{name}"), [f"node-{name}"] + [f"worker-{name}"] * bool(self.handler)
-        self.wait(lambda: "SuperNode ID:" in log.read_text(), seconds, *needed)
+        self.wait(lambda: "SuperNode ID:" in log.read_text(), CONNECT_SECONDS, *needed)
         self.nodes[name] = int(re.findall(r"SuperNode ID: (\d+)", log.read_text())[-1])
 
     def run(self) -> str:

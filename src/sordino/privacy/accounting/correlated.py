@@ -254,7 +254,7 @@ class EfficientTree(Correlated):
         return math.sqrt(square) * (1 + TREE_SLACK)
 
     def _taken(self, rounds: np.ndarray) -> Iterator[np.ndarray]:
-        """By tree: 1 for each of these rounds, and 0 for others."""
+        """For each tree: 1 for each of these rounds, and 0 for others."""
         taken = np.zeros(self.rounds)
         taken[np.asarray(rounds, dtype=int)] = 1.0
         start = 0

@@ -120,7 +120,7 @@ class InverseRoot(Noise):
         return np.asarray(np.minimum(own, whole))
 
     def sensitivity(self, rounds: np.ndarray) -> float:
-        """Of a unit that takes part in exactly `rounds`, by at most 1 each time and in any direction."""
+        """The sensitivity to a unit that takes part in exactly `rounds`: by at most 1 each time, in any direction."""
         return math.sqrt(float(self.squares(np.asarray(rounds))[-1]))
 
     def released_sensitivity(self, rounds: np.ndarray) -> float:

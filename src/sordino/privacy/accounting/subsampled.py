@@ -740,7 +740,7 @@ def _where(loss: Array, q: float, mu: float, way: str) -> Array:
 
 
 def _ends(mu: float, way: str, reach: float) -> tuple[float, float]:
-    """Where x ends: P has little mass beyond `reach` standard deviations from its means."""
+    """The ends of x: P has little mass beyond `reach` standard deviations from its means."""
     return {"vacate": (-reach, 2 * mu + reach), "fill": (-mu - reach, reach)}.get(way, (-reach, mu + reach))
 
 

@@ -54,7 +54,7 @@ class Parameters:
 
     @property
     def probability(self) -> float:
-        """Of an edge."""
+        """The probability of an edge."""
         return self.edge / PARTS
 
     def degree(self, sites: int) -> float:
