@@ -72,7 +72,9 @@ def as_texts(table):
 
 
 def cast(**types):
-    return lambda table: table.cast(pa.schema([(name, types.get(name, table.field(name).type)) for name in table.column_names]))
+    return lambda table: table.cast(
+        pa.schema([(name, types.get(name, table.field(name).type)) for name in table.column_names])
+    )
 
 
 OTHER_TYPES = {

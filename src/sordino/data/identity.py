@@ -26,9 +26,9 @@ from sordino.data.tables import Dialect
 from sordino.errors import SordinoError
 
 EXACT = 2**53  # integers below it are exact as float64
-MISSING = frozenset(  # texts that pyarrow or pandas read as a missing cell where they guess the type
-    "|#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
-)
+# Texts that pyarrow or pandas read as a missing cell where they guess the type.
+MISSING = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"}
+MISSING |= {"NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
 TRUTH = {"true": "1", "false": "0"}
 
 
@@ -139,7 +139,7 @@ def _values(column: Any) -> np.ndarray:
         return np.array([_cell(cell) for cell in column.to_pylist()], dtype=object)
     coded = column.dictionary_encode().combine_chunks()  # each distinct cell is read once
     cells = np.array([*map(_cell, coded.dictionary.to_pylist()), ""], dtype=object)
-    return cells[np.asarray(pc.fill_null(coded.indices, len(cells) - 1))]
+    return np.asarray(cells[np.asarray(pc.fill_null(coded.indices, len(cells) - 1))])
 
 
 def _cell(cell: object) -> str:

@@ -60,7 +60,7 @@ class SharedLedger(NamedTuple):
           OverspentError: the data would exceed the limit. Nothing was charged.
           SordinoError: a run that must have been charged was not.
         """
-        with self._open() as ledger:
+        with self.open() as ledger:
             if ledger.charged(plan, self.who, 0):
                 return
             if must_exist:
@@ -73,9 +73,20 @@ class SharedLedger(NamedTuple):
             except OverspentError as error:
                 raise self._refusal(ledger, error) from None
 
+    def open(self) -> Ledger:
+        """The ledger, which also keeps the lease of each run (`training.leases`).
+
+        Returns:
+          The open ledger; the caller closes it.
+
+        Raises:
+          SordinoError: the ledger cannot be opened, or counts another adjacency.
+        """
+        return Ledger(self.path, adjacency=self.adjacency)
+
     def check(self, limit: tuple[float, float] | None = None) -> None:
         """Raise OverspentError if the ledger, with this further limit, cannot pay for this run."""
-        with self._open() as ledger:
+        with self.open() as ledger:
             try:
                 ledger.afford(self._charges("this run"), limit)
             except OverspentError as error:
@@ -86,16 +97,13 @@ class SharedLedger(NamedTuple):
 
         `caveat` is what epsilon assumes of how later runs were chosen; empty if nothing.
         """
-        with self._open() as ledger:
+        with self.open() as ledger:
             limits = ledger.limits()
             epsilon, delta = min(limits, default=(None, 1e-5))
             runs = len({row.plan for row in ledger.rows() if row.who == self.who})
             spent = ledger.spent_epsilon(self.who, delta)
             caveat = ledger.caveat(self.who)
             return {"epsilon": spent, "delta": delta, "runs": runs, "limit": epsilon, "caveat": caveat}
-
-    def _open(self) -> Ledger:
-        return Ledger(self.path, adjacency=self.adjacency)
 
     def _charges(self, plan: str) -> list[Charge]:
         return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
