@@ -486,8 +486,9 @@ HEAD = """# The files of a run
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
   `secret.toml` (whole paths of files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the
-  ledger of several runs lies), `lease.json` (tells this folder from its copies), `audit.json` and `audit.png` (what `sordino audit OUT` found with the records
-  themselves), `lock`. Only its owner can read it, and some runs lack some of these.
+  ledger of several runs lies), `lease.json` (tells this folder from its copies), `audit.json` and `audit.png` (what
+  `sordino audit OUT` found with the records themselves), `lock`. Only its owner can read it, and some runs lack some of
+  these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
