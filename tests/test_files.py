@@ -131,3 +131,11 @@ def test_a_lock_file_of_an_earlier_version_becomes_private(tmp_path):
     (tmp_path / "lock").touch(mode=0o644)
     with files.lock(tmp_path / "lock"):
         assert (tmp_path / "lock").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_state_folder_is_that_of_the_user(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert files.state_folder() == tmp_path / "sordino"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert files.state_folder() == tmp_path / ".local" / "state" / "sordino"

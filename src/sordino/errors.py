@@ -6,7 +6,7 @@
 | `WireError` | the sender: the bytes are not a message |
 | `WrongShareError` | one site: its share in secure aggregation does not fit the others |
 | `LedgerError` | the owner of the ledger: it cannot be read or written, or another run holds it |
-| `RolledBackError` | the owner of the ledger: it is an older copy of itself |
+| `RolledBackError` | the owner of a ledger or of a run's folder: it is an older copy of itself |
 | `StoppedError` | the coordinator: a federated run stopped and can be started again |
 | `Refused` | nobody: a site declines a message, with a code that the coordinator may know |
 | `OverspentError` | nobody: the budget does not allow the release, or a method asked more than it declared |
@@ -54,7 +54,7 @@ class LedgerError(SordinoError):
 
 
 class RolledBackError(LedgerError):
-    """A ledger that lacks rows which it once had: it was replaced by an older copy."""
+    """A ledger that lacks rows which it once had, or a run's folder that lacks rounds or was copied: an older copy."""
 
 
 class StoppedError(SordinoError):

@@ -162,6 +162,19 @@ def alone(path: Path, otherwise: str, seconds: float = 10.0) -> Iterator[None]:
         yield
 
 
+def state_folder() -> Path:
+    """Where this user's programs keep what they remember: sordino/ in $XDG_STATE_HOME or ~/.local/state.
+
+    Returns:
+      The folder. It may not exist yet.
+
+    Raises:
+      RuntimeError: this user has no home directory.
+    """
+    state = os.environ.get("XDG_STATE_HOME")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "sordino"
+
+
 def is_private(path: Path) -> bool:
     """Whether nobody but the owner may read the file. Always true on systems without POSIX modes."""
     return os.name != "posix" or not os.stat(path).st_mode & 0o077

@@ -8,7 +8,7 @@ import pyarrow.csv
 import pyarrow.parquet
 import pytest
 
-from sordino.data.identity import records_digest
+from sordino.data.identity import arrays_digest, frame_digest, records_digest
 
 TABLE = "age,dose,sex,label\n50,1,f,no\n61,2.5,m,yes\n70,10,f,no\n"
 KEY = b"k" * 32
@@ -27,6 +27,8 @@ SAME = {
     "quotes": TABLE.replace("yes", '"yes"'),
     "order of columns": "label,sex,dose,age\nno,f,1,50\nyes,m,2.5,61\nno,f,10,70\n",
     "semicolons": TABLE.replace(",", ";"),
+    "spaces around a text": TABLE.replace(",no\n", ", no \n", 1),
+    "spaces around a name": TABLE.replace(",label", ", label "),
 }
 OTHER = {
     "a number": TABLE.replace("61", "62"),
@@ -34,6 +36,8 @@ OTHER = {
     "a record less": TABLE.replace("70,10,f,no\n", ""),
     "the order of records": "age,dose,sex,label\n61,2.5,m,yes\n50,1,f,no\n70,10,f,no\n",
     "a missing cell": TABLE.replace("61,2.5", "61,"),
+    "a small part of a number": TABLE.replace("2.5", "2.50001"),
+    "a column more": TABLE.replace("\n", ",1\n").replace("label,1", "label,x"),
     "names exchanged": TABLE.replace("age,dose", "dose,age"),
 }
 
@@ -55,6 +59,91 @@ def test_the_format_does_not_matter(tmp_path):
     assert digest(tmp_path / "a.csv.gz", gzip.compress(TABLE.encode())) == first
 
 
+KINDS = (
+    "when,at,late,smoker,code,note,weight\n"
+    "2020-01-01,2020-01-01 10:30:00,10:30:00,true,007,NA,0.1\n"
+    "2020-01-02,2020-01-02 10:30:00.25,10:31:00,false,E10,a,0.2\n"
+    ",,,,,,3\n"
+)
+
+
+def as_texts(table):
+    return pa.table({name: table.column(name).cast(pa.string()) for name in table.column_names})
+
+
+def cast(**types):
+    return lambda table: table.cast(
+        pa.schema([(name, types.get(name, table.field(name).type)) for name in table.column_names])
+    )
+
+
+OTHER_TYPES = {
+    "as read": lambda table: table,
+    "texts": as_texts,
+    "nanoseconds": cast(when=pa.timestamp("ns"), at=pa.timestamp("ns")),
+    "with a time zone": cast(at=pa.timestamp("us", "UTC")),
+    "0 and 1": cast(smoker=pa.int8()),
+    "0.0 and 1.0": cast(smoker=pa.float64()),
+    "float32": cast(weight=pa.float32()),
+    "categories": lambda table: table.set_column(4, "code", table.column("code").dictionary_encode()),
+    "null for NA": lambda table: table.set_column(5, "note", pa.array([None, "a", None])),
+    "two row groups": lambda table: pa.concat_tables([table.slice(0, 1), table.slice(1)]),
+    "a saved index": lambda table: table.append_column("__index_level_0__", pa.array([4, 5, 6])),
+}
+
+
+@pytest.mark.parametrize("how", OTHER_TYPES)
+def test_the_types_of_columns_do_not_matter(tmp_path, how):
+    """A table in a file, and the same in memory."""
+    first = digest(tmp_path / "a.csv", KINDS, b"")
+    table = OTHER_TYPES[how](pa.csv.read_csv(tmp_path / "a.csv"))
+    pa.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1)
+    assert records_digest(str(tmp_path / "a.parquet")) == first
+    assert frame_digest(table) == first
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("2020-01-01,", "2020-01-03,"),
+        ("10:30:00.25", "10:30:00.26"),
+        ("10:31", "10:32"),
+        ("false", "true"),
+        ("007", "008"),
+        ("E10", "E11"),
+    ],
+)
+def test_what_columns_of_other_types_say_matters(tmp_path, old, new):
+    assert digest(tmp_path / "a.csv", KINDS) != digest(tmp_path / "a.csv", KINDS.replace(old, new))
+
+
+def test_a_workbook_counts_as_the_file_that_it_was_made_of(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pytest.importorskip("openpyxl")
+    first = digest(tmp_path / "a.csv", KINDS)
+    for number, dates in enumerate(([], ["when", "at"])):
+        frame = pandas.read_csv(tmp_path / "a.csv", parse_dates=dates, date_format="ISO8601")
+        frame.to_excel(tmp_path / f"{number}.xlsx", index=False)
+        frame.to_parquet(tmp_path / f"{number}.parquet")
+        assert records_digest(str(tmp_path / f"{number}.parquet"), KEY) == first
+        assert records_digest(str(tmp_path / f"{number}.xlsx"), KEY) == first
+
+
+def test_arrays_without_names_count_by_their_numbers_and_labels():
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(20, 3)).astype(np.float32), rng.integers(0, 2, 20)
+    first = arrays_digest(x, y)
+    same = [(x.astype(float), y), (x[:, ::-1], y), (x, y.astype(str)), (x, y.astype(float)), (x, y.astype(bool))]
+    assert {arrays_digest(*each) for each in same} == {first}
+    other = [(x + 1, y), (x, 1 - y), (x[:-1], y[:-1]), (x[:, :2], y), (x[::-1], y), (x, np.where(y, "b", "a"))]
+    assert len({first, *(arrays_digest(*each) for each in other)}) == 1 + len(other)
+
+
+def test_names_that_are_there_twice_count_in_a_frame():
+    twice = [pa.Table.from_arrays([pa.array([1, k]), pa.array([2, 3])], names=["a", "a"]) for k in (1, 2)]
+    assert frame_digest(twice[0]) != frame_digest(twice[1])
+
+
 def test_arrays_count_by_their_numbers(tmp_path):
     x, y = np.arange(6, dtype=np.float32).reshape(3, 2), np.array([0, 1, 0])
     np.savez(tmp_path / "a.npz", x=x, y=y)
@@ -66,6 +155,10 @@ def test_arrays_count_by_their_numbers(tmp_path):
 
 def test_large_integers_and_keys_count(tmp_path):
     assert digest(tmp_path / "a.csv", f"id\n{2**53}\n") != digest(tmp_path / "b.csv", f"id\n{2**53 + 1}\n")
+    texts = pa.table({"id": pa.array([str(2**53 + 1), "0"])})
+    assert frame_digest(texts) == frame_digest(pa.table({"id": [2**53 + 1, 0]}))
+    assert frame_digest(texts) != frame_digest(pa.table({"id": [2**53, 0]}))
+    assert frame_digest(pa.table({"id": ["1e300", "2"]})) == frame_digest(pa.table({"id": [1e300, 2.0]}))
     assert digest(tmp_path / "a.csv", TABLE) != digest(tmp_path / "a.csv", TABLE, b"another key")
     assert records_digest("digits", KEY) != records_digest("mnist", KEY)
 

@@ -13,8 +13,10 @@ from sklearn.model_selection import GridSearchCV
 
 import sordino
 from sordino import FederatedClassifier, FederatedCox, FederatedRegressor, Schema, SordinoError
+from sordino.data import tables
 from sordino.estimators.pipelines import PREPARED
 from sordino.estimators.reading import WEIGHTED
+from sordino.evidence.ledger import Ledger
 
 SCHEMA = {
     "client": "hospital",
@@ -213,6 +215,25 @@ def test_the_same_frame_shares_a_ledger(tmp_path):
     fast(**settings, limit=1.2).fit(frame)
     with pytest.raises(sordino.OverspentError):
         fast(**settings).fit(frame[frame.columns[::-1]])
+
+
+def test_an_edited_schema_opens_no_account(tmp_path):
+    """Nor does a target beside the frame, another library, or the file that the frame is read from."""
+    frame, book = table(), tmp_path / "mine.db"
+    settings = {"ledger": book, "random_state": None, "epsilon": 1.0}
+    given = without("person")
+    edited = {**given, "columns": given["columns"] | {"age": {"type": "number", "range": [20, 91]}}}
+    fast(**settings).fit(frame)
+    fast(edited, **settings).fit(frame)
+    fast(**settings).fit(frame.drop(columns="died"), frame["died"])
+    fast(**settings).fit({each: frame[each].tolist() for each in frame.columns})
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    fast(**settings).fit(tables.open_table(tmp_path / "a.csv"))
+    with Ledger(book) as ledger:
+        assert len(ledger.people()) == 1
+    fast(**settings).fit(frame.iloc[1:])
+    with Ledger(book) as ledger:
+        assert len(ledger.people()) == 2, "a record less is another table, as the docs say"
 
 
 @pytest.mark.parametrize(

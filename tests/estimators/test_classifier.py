@@ -393,6 +393,26 @@ def test_fits_on_the_same_data_share_a_ledger(tmp_path):
         FederatedClassifier(limit=1.0).fit(X, y)
 
 
+def test_the_account_does_not_depend_on_types_or_the_order_of_columns(tmp_path):
+    """One record or one column less is another account, as the docs say."""
+    rng = np.random.default_rng(0)
+    X, y = rng.normal(size=(60, 3)).astype(np.float32), rng.integers(0, 2, 60)
+    words = {"epsilon": 1.0, "rounds": 1, "clients": 2, "method": "dp-fedgd"}
+
+    def accounts(name, *fits):
+        for x, labels, options in fits:
+            FederatedClassifier(**words, options=options, ledger=tmp_path / name).fit(x, labels)
+        with Ledger(tmp_path / name) as ledger:
+            return [len({row.plan for row in ledger.rows() if row.who == who}) for who in ledger.people()]
+
+    same = [(X, y, {}), (X, y, {"dtype": "float64"}), (X.astype(float), y, {"dtype": "float64"})]
+    same += [(X, labels, {}) for labels in (y.astype(str), y.astype(float), y.astype(bool))]
+    same += [(X[:, ::-1].copy(), y, {})]
+    assert accounts("same.db", *same) == [len(same)]
+    other = [(X, y, {}), (X + 1, y, {}), (X[1:], y[1:], {}), (X[:, 1:], y, {}), (X, np.where(y, "yes", "no"), {})]
+    assert accounts("other.db", *other) == [1] * len(other)
+
+
 def test_a_search_cannot_use_a_ledger(tmp_path):
     rng = np.random.default_rng(0)
     X, y = rng.normal(size=(200, 3)), rng.integers(0, 2, 200)

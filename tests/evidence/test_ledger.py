@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sordino.cli import main
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence import ledger
-from sordino.evidence.ledger import GENESIS, Charge, Ledger
+from sordino.evidence.ledger import GENESIS, Charge, Lease, Ledger
 from sordino.evidence.spent import Choice, Spent, SpentByRuns
 from sordino.privacy.accounting import concentrated, events, gaussian
 
@@ -904,3 +904,19 @@ def test_concentrated_dp_after_gaussian_noise_counts_only_where_it_is_proved(mon
     for laws in (("other-concentrated", ""), ("discrete-gaussian", "other-concentrated")):
         may_fail = 5 * laws.count("discrete-gaussian")
         assert charged(*laws).epsilon(1e-5) == pytest.approx(concentrated.epsilon(10 / 100 / 2, 1e-5, may_fail))
+
+
+def test_a_lease_passes_to_who_knows_its_token_and_has_its_rounds(tmp_path):
+    path = tmp_path / "ledger.db"
+    with Ledger(path) as first, Ledger(path) as second:
+        assert first.lease("p") is None
+        assert first.pass_lease("p", [], Lease("a", 0))
+        assert first.pass_lease("p", ["a"], Lease("a", 4), durable=False)
+        assert not second.pass_lease("p", ["a"], Lease("b", 3)), "fewer rounds"
+        assert not second.pass_lease("p", ["b"], Lease("b", 4)), "another token"
+        assert second.pass_lease("p", ["b", "a"], Lease("b", 4))
+        assert not first.pass_lease("p", ["a"], Lease("a", 5)), "it was taken"
+        assert first.lease("p") == Lease("b", 4)
+        assert first.lease("another") is None
+        assert first._ask("PRAGMA synchronous") == [(2,)], "charges still wait for the disk"
+        assert (len(first), first.audit()) == (0, [])

@@ -17,6 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from sordino.core import Tree, Unit
+from sordino.data.identity import arrays_digest, frame_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -43,7 +44,7 @@ from sordino.privacy import spending
 from sordino.training.evaluate import predictions
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.run import PreparedRun, after_count, count, life_table, prepare_resolved
-from sordino.training.shared_ledger import array_digest, join
+from sordino.training.shared_ledger import join
 from sordino.training.spec import Spec
 from sordino.version import __version__
 
@@ -260,13 +261,15 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             except ValueError as error:
                 raise (text_error(X) or error) from None
             labels = self._labels(y)
-            digest = array_digest(X, y.astype(str)) if self.ledger is not None else b""
+            names = labels.y if labels.classes is None else labels.classes[labels.y]
+            digest = arrays_digest(X, names) if self.ledger is not None else b""
             return _Table(X, labels, None, None, tuple(getattr(self, "feature_names_in_", ())), digest)
-        encoded = schema.encode(self._frame(X, y, schema))
+        frame = self._frame(X, y, schema)
+        encoded = schema.encode(frame)
         if not len(encoded.x):
             raise SordinoError("X: the frame has no records; check how it was read.")
         assert encoded.y is not None
-        digest = array_digest(encoded.x, encoded.y) if self.ledger is not None else b""
+        digest = frame_digest(frame) if self.ledger is not None else b""  # as given: a schema may be edited
         classes = np.array(schema.classes) if schema.classes else None
         labels = Labels(schema.to_model(encoded.y), classes)
         return _Table(encoded.x, labels, encoded.client, encoded.person, tuple(schema.features), digest)

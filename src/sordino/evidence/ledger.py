@@ -13,6 +13,7 @@ store `head()` and `len()` elsewhere and pass them to `audit`.
 `compact` deletes the bytes of the releases of runs that have ended; their hashes stay in the chain.
 
 `mark` stores how many rounds of a plan are done, so that a run that was reset to an earlier round is refused.
+`pass_lease` does so in a ledger of several runs, and also stores which copy of the run may do the next ones.
 
 A site's ledger has one account, which pays for all of the site's data: `account`. It does not depend on the data, so no
 edit of a file opens a budget. `new_account` opens another one, with a reason that stays in the chain.
@@ -30,7 +31,7 @@ import shutil
 import sqlite3
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -71,6 +72,7 @@ _READ = f"SELECT {_FIELDS}"
 _LATER = (  # tables that files of earlier versions do not have
     "CREATE TABLE IF NOT EXISTS witness (rows INTEGER NOT NULL, head TEXT NOT NULL)",
     "CREATE TABLE IF NOT EXISTS progress (plan TEXT PRIMARY KEY, rounds INTEGER NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS leases (plan TEXT PRIMARY KEY, token TEXT NOT NULL, rounds INTEGER NOT NULL)",
 )
 
 
@@ -134,6 +136,17 @@ class Account(NamedTuple):
     who: str
     time: str  # ISO 8601, UTC
     why: str
+
+
+class Lease(NamedTuple):
+    """The right to do the next rounds of a plan, which whoever knows the token has."""
+
+    token: str
+    rounds: int  # done so far
+
+    def admits(self, known: Collection[str], rounds: int) -> bool:
+        """Whether one who knows these tokens and has done so many rounds may go on."""
+        return self.token in known and rounds >= self.rounds
 
 
 class Ledger:
@@ -311,14 +324,7 @@ class Ledger:
           plan: the plan.
           rounds: how many of its rounds are done.
         """
-        self._ask("PRAGMA synchronous = NORMAL")
-        try:
-            self._mark(plan, rounds)
-        finally:
-            self._ask("PRAGMA synchronous = FULL")
-
-    def _mark(self, plan: str, rounds: int) -> None:
-        with self._transaction():
+        with self._transaction(durable=False):
             for statement in _LATER:
                 self._db.execute(statement)
             most = "rounds = max(rounds, excluded.rounds)"
@@ -330,6 +336,45 @@ class Ledger:
         """How many rounds of the plan are done, according to `mark`."""
         rows = self._ask("SELECT rounds FROM progress WHERE plan = ?", plan) if self._has("progress") else []
         return int(rows[0][0]) if rows else 0
+
+    def pass_lease(self, plan: str, known: Collection[str], lease: Lease, *, durable: bool = True) -> bool:
+        """Store who may do the next rounds of a plan, in one step, if the stored lease admits it.
+
+        Args:
+          plan: the plan.
+          known: the tokens that the caller knows. The first lease of a plan needs none.
+          lease: the new lease.
+          durable: wait for the disk. Without that, a power cut may bring the lease before this one back.
+
+        Returns:
+          Whether it was stored.
+
+        Raises:
+          LedgerError: the file cannot be written.
+        """
+        with self._transaction(durable=durable):
+            for statement in _LATER:
+                self._db.execute(statement)
+            stored = self.lease(plan)
+            if stored is not None and not stored.admits(known, lease.rounds):
+                return False
+            self._db.execute("INSERT OR REPLACE INTO leases VALUES (?, ?, ?)", (plan, *lease))
+        return True
+
+    def lease(self, plan: str) -> Lease | None:
+        """Who may do the next rounds of the plan, according to `pass_lease`; None if nobody took it.
+
+        Args:
+          plan: the plan.
+
+        Returns:
+          The lease.
+
+        Raises:
+          LedgerError: the file cannot be read.
+        """
+        rows = self._ask("SELECT token, rounds FROM leases WHERE plan = ?", plan) if self._has("leases") else []
+        return Lease(*rows[0]) if rows else None
 
     def witnessed(self) -> bool:
         """Whether the file has a witness. Files of earlier versions get one with the next charge."""
@@ -824,9 +869,10 @@ class Ledger:
             return self._db.execute(sql, values).fetchall()
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """A transaction that excludes all other processes from its first read on."""
+    def _transaction(self, *, durable: bool = True) -> Iterator[None]:
+        """A transaction that excludes all other processes from its first read on. durable: it waits for the disk."""
         with self._explained():
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -835,6 +881,8 @@ class Ledger:
                 if self._db.in_transaction:  # after some errors SQLite has rolled back already
                     self._db.execute("ROLLBACK")
                 raise
+            finally:
+                self._db.execute("PRAGMA synchronous = FULL")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

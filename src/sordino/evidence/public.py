@@ -486,8 +486,9 @@ HEAD = """# The files of a run
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
   `secret.toml` (whole paths of files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the
-  ledger of several runs lies), `audit.json` and `audit.png` (what `sordino audit OUT` found with the records
-  themselves), `lock`. Only its owner can read it, and some runs lack some of these.
+  ledger of several runs lies), `lease.json` (tells this folder from its copies), `audit.json` and `audit.png` (what
+  `sordino audit OUT` found with the records themselves), `lock`. Only its owner can read it, and some runs lack some of
+  these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
@@ -495,7 +496,11 @@ words. All files have the time of the start of the
 run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
-release on one charge. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.
+release on one charge. So is a copy of the folder after another copy was resumed, and a folder that was put back to an
+earlier state: the shared ledger (`--ledger`), or else a file in the user's state directory (`$XDG_STATE_HOME` or
+`~/.local/state`, in `sordino/runs/`), knows which copy goes on and how many rounds it has done. What remains: without
+`--ledger`, copies that are resumed on two machines, by two users, or in containers that forget their state directory;
+and whoever puts that file or the shared ledger back together with the folder. Data that everybody may see need neither.
 
 A certificate is signed with a key of the run, or with `--sign-with identity.key`. `sordino verify OUT --key KEY` says
 whether KEY signed it. Without a signature anybody can make up spec, certificate and ledger that agree.

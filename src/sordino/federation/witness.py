@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -120,12 +119,11 @@ def witness_path(config: SiteConfig) -> Path:
 
 def state_path(about: bytes) -> Path:
     """The witness of a site with this key, in the state directory of this user."""
-    name, state = hashlib.sha256(about).hexdigest(), os.environ.get("XDG_STATE_HOME")
     try:
-        folder = Path(state) if state else Path.home() / ".local" / "state"
+        folder = files.state_folder()
     except RuntimeError:
         raise LedgerError("witness: this user has no home directory; set witness in site.toml to a file.") from None
-    return folder / "sordino" / "witness" / f"{name[:32]}.json"
+    return folder / "witness" / f"{hashlib.sha256(about).hexdigest()[:32]}.json"
 
 
 def read(path: Path) -> Mark | None:

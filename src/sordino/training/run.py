@@ -2,6 +2,7 @@
 
 The order inside a round makes a run safe to kill: the result of the round is stored (`checkpoint.npz`, replaced
 atomically) before anything about it is shown. A resumed run continues from what was stored; no round is released twice.
+Copies of the folder do not do the same rounds either: one of them has the lease (`leases`), and the others are refused.
 The plan is charged once, after an empty checkpoint was stored: a charged ledger without its checkpoint is refused,
 because another model would be another release.
 
@@ -51,7 +52,7 @@ from sordino.privacy.mechanisms.random import Noiseless, Source, source
 from sordino.privacy.plan import Plan
 from sordino.rules.kalman import KalmanState
 from sordino.rules.life_table import life_table_of
-from sordino.training import artifacts, intervals, model_card, shared_ledger
+from sordino.training import artifacts, intervals, leases, model_card, shared_ledger
 from sordino.training.artifacts import Progress, adapter_sha256, save_model
 from sordino.training.evaluate import (
     beats_constant_guess,
@@ -62,6 +63,7 @@ from sordino.training.evaluate import (
     heterogeneity,
 )
 from sordino.training.folder import SCHEMA, RunFolder, publishable, readme
+from sordino.training.leases import HeldLease, StateRegister
 from sordino.training.metrics import OF_A_ROUND
 from sordino.training.private_statistics import found_schema
 from sordino.training.resolved import ResolvedSpec, resolve
@@ -244,12 +246,16 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
     folder = RunFolder.find(out)
     identity = run.identity(folder.keys().identity)
     limit = (None, None) if run.resolved.noise is not None else (run.plan.privacy.epsilon, run.plan.privacy.delta)
-    with folder.locked(), Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]) as ledger:
-        progress = _begin(run, folder, ledger, identity)
+    with ExitStack() as stack:
+        stack.enter_context(folder.locked())
+        ledger = stack.enter_context(Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]))
+        progress, lease = _begin(run, folder, ledger, identity, stack)
         began = time.perf_counter()
         stored = Schema.read(folder.public / SCHEMA)
         if stored.unknown:
             stored = count(run, stored)
+            if lease is not None:
+                lease.keep(0)  # the counts are not shown yet
             files.write(folder.public / SCHEMA, stored.toml().encode())
         elif progress.done:
             return run
@@ -258,6 +264,8 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
             checkpoint = after_count(found)
             line = {"round": 1, "epsilon": finite(spending.epsilon_after(run.plan, 0))}
             artifacts.store(folder, identity, (checkpoint, checkpoint.theta), line)
+            if lease is not None:
+                lease.keep(1)
             ledger.mark(identity, 1)
             artifacts.add_timing(folder, 1, time.perf_counter() - began)
     return found
@@ -293,7 +301,7 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             fixed_noise = run.resolved.noise is not None
             limit = (None, None) if fixed_noise else (run.plan.privacy.epsilon, run.plan.privacy.delta)
             ledger = stack.enter_context(Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]))
-            progress = _begin(run, folder, ledger, identity)
+            progress, lease = _begin(run, folder, ledger, identity, stack)
             lines = "".join(json.dumps(line) + "\n" for line in progress.history)
             (folder.public / "metrics.jsonl").write_text(lines)
             seconds = artifacts.total_seconds(folder)
@@ -323,6 +331,8 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             }
             if out:
                 artifacts.store(folder, identity, (this_round.checkpoint, this_round.model), line)
+                if lease is not None:
+                    lease.keep(done)
                 ledger.mark(identity, done)
                 with open(folder.public / "metrics.jsonl", "a") as file:
                     file.write(json.dumps(line) + "\n")
@@ -334,8 +344,12 @@ def _line(scores: dict[str, float]) -> dict[str, float | None]:
     return {key: finite(value) for key, value in scores.items()}
 
 
-def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -> Progress:
-    """How far the run is, with its charge paid.
+def _begin(
+    run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str, stack: ExitStack
+) -> tuple[Progress, HeldLease | None]:
+    """How far the run is, with its charge paid, and its lease; None if it needs none.
+
+    `stack` closes what keeps the lease.
 
     An empty checkpoint is stored before the charge. So a charge without a checkpoint means that the checkpoint was
     removed, and the rounds after it may have been seen: with fresh noise they would be released a second time. A kill
@@ -362,8 +376,12 @@ def _begin(run: PreparedRun, folder: RunFolder, ledger: Ledger, identity: str) -
         )
     if (shared := shared_of(run, folder.root)) is not None:  # first, so that a charge of our own implies it
         shared.charge(identity, must_exist=charged)
+    lease = None
+    if shared is not None or not run.resolved.source.open:
+        register = StateRegister(identity) if shared is None else stack.enter_context(shared.open())
+        lease = leases.take(folder, identity, progress.done, register)
     pay(run, ledger, identity)
-    return progress
+    return progress, lease
 
 
 def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: Signer | None = None) -> dict[str, Any]:

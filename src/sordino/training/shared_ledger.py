@@ -5,11 +5,13 @@ exceed its limit before anything is spent. Its accounts are named by a keyed has
 ledger (`mine.db.key`, readable by its owner alone), so nobody without it can compare the ledger with data that they
 guess.
 
-The same data are the same records as parsed, or the same arrays: line ends, blank lines, the order of columns and the
-spelling of numbers do not matter. What this does not catch: a file with one more record, with its records in another
-order, or with another column is other data here and gets an account with the full limit, although most of its records
-are the same. So does a table beside the same numbers as arrays, and the same ledger cannot tell that `mine.db` and its
-key were put back to an older state. Add such runs up yourself, or name one ledger per population and compare its total.
+The same data are the same records, however they are written (`data.identity`): a file, its copy in another format and
+the same table as a frame in memory have one account, whatever a schema makes of their columns; so have the same arrays,
+whatever their types. What this does not catch: a table with one record or one column more or less, with its records in
+another order, or with other names of columns or labels is other data here and gets an account with the full limit,
+although it tells of the same people. So does a table beside the same numbers as arrays, and the same ledger cannot tell
+that `mine.db` and its key were put back to an older state. Add such runs up yourself, or name one ledger per population
+and compare its total.
 
 A record may be at another client in another run. So a run is charged by a bound on every client: query by query the
 largest sensitivity per noise, the largest sampling rate and the largest number of releases of any client. Where clients
@@ -26,8 +28,6 @@ import json
 import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from sordino import files
 from sordino.core import Adjacency
@@ -60,7 +60,7 @@ class SharedLedger(NamedTuple):
           OverspentError: the data would exceed the limit. Nothing was charged.
           SordinoError: a run that must have been charged was not.
         """
-        with self._open() as ledger:
+        with self.open() as ledger:
             if ledger.charged(plan, self.who, 0):
                 return
             if must_exist:
@@ -73,9 +73,20 @@ class SharedLedger(NamedTuple):
             except OverspentError as error:
                 raise self._refusal(ledger, error) from None
 
+    def open(self) -> Ledger:
+        """The ledger, which also keeps the lease of each run (`training.leases`).
+
+        Returns:
+          The open ledger; the caller closes it.
+
+        Raises:
+          SordinoError: the ledger cannot be opened, or counts another adjacency.
+        """
+        return Ledger(self.path, adjacency=self.adjacency)
+
     def check(self, limit: tuple[float, float] | None = None) -> None:
         """Raise OverspentError if the ledger, with this further limit, cannot pay for this run."""
-        with self._open() as ledger:
+        with self.open() as ledger:
             try:
                 ledger.afford(self._charges("this run"), limit)
             except OverspentError as error:
@@ -86,16 +97,13 @@ class SharedLedger(NamedTuple):
 
         `caveat` is what epsilon assumes of how later runs were chosen; empty if nothing.
         """
-        with self._open() as ledger:
+        with self.open() as ledger:
             limits = ledger.limits()
             epsilon, delta = min(limits, default=(None, 1e-5))
             runs = len({row.plan for row in ledger.rows() if row.who == self.who})
             spent = ledger.spent_epsilon(self.who, delta)
             caveat = ledger.caveat(self.who)
             return {"epsilon": spent, "delta": delta, "runs": runs, "limit": epsilon, "caveat": caveat}
-
-    def _open(self) -> Ledger:
-        return Ledger(self.path, adjacency=self.adjacency)
 
     def _charges(self, plan: str) -> list[Charge]:
         return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
@@ -124,7 +132,7 @@ def join(
       path: the ledger.
       limit: the most epsilon that the runs on the same data may spend together, at the delta of the ledger's first
         limit, or else of the plan. A ledger keeps its limit, which can only be tightened.
-      data: `records_digest` or `array_digest` of the data. It is keyed before it is written.
+      data: `records_digest`, `frame_digest` or `arrays_digest` of the data. It is keyed before it is written.
       reasons: why the run is not certified; such a run has no cost that adds up.
       releases: what is charged (default: those of the plan, `worst_case`).
 
@@ -213,15 +221,6 @@ def file_digest(source: str) -> bytes:
         return hashlib.sha256(b"name " + source.encode()).digest()
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").digest()
-
-
-def array_digest(*arrays: np.ndarray) -> bytes:
-    """Hash of arrays. Not keyed: never write it."""
-    digest = hashlib.sha256(b"arrays")
-    for array in arrays:
-        digest.update(f"{array.dtype.str} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.digest()
 
 
 def _key(path: Path, *, new: bool) -> bytes:
