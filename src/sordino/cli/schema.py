@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, check_json, command, console, emit, say, table
 from sordino.errors import SordinoError
 
 
@@ -76,7 +76,7 @@ def _draft(arguments: argparse.Namespace) -> int:
     else:
         out.write_text(text, encoding="utf-8")
     for line in looked:
-        print(f"looked at: {line}", file=sys.stderr)
+        say(f"looked at: {line}", aside=True)
     return 0
 
 
@@ -114,6 +114,8 @@ def _check(arguments: argparse.Namespace) -> int:
         "constant": constant,
     }
     if not emit(arguments, document):
+        from rich.markup import escape
+
         table(
             ("column", "features", "becomes"),
             [(name, str(len(made)), says) for name, says, made in schema.explain()],
@@ -135,7 +137,8 @@ def _check(arguments: argparse.Namespace) -> int:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
         if constant:
             page.print(
-                f"[bold yellow]constant[/]   {', '.join(constant)}: every record becomes the same. Are the levels or "
-                "the range right, and in the unit of the table? (This line comes from the records: do not publish it.)",
+                f"[bold yellow]constant[/]   {escape(', '.join(constant))}: every record becomes the same. Are the "
+                "levels or the range right, and in the unit of the table? (This line comes from the records: do not "
+                "publish it.)",
             )
     return 0
