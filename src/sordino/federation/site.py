@@ -8,7 +8,6 @@ few constant texts; the details stay in the site's own log.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from sordino.federation.site_run import SiteRun
 from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
+from sordino.foreign import read_json
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
@@ -73,7 +73,7 @@ class Site(SiteData):
     def _check_age(self, ledger: Ledger) -> None:
         """Refuse a ledger that was restored from an old copy: it misses charges that the certificates name."""
         paths = self.runs.glob("[!.]*/certificate.json")
-        ledgers = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
+        ledgers = [read_json(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
         newest = max(ledgers, key=lambda ledger: int(ledger["rows"]), default=None)
         if newest and (problems := ledger.audit(newest["head"], newest["rows"])):
             raise LedgerError(

@@ -21,6 +21,7 @@ from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
 from sordino.evidence.certificate import STATISTICS, certificate
 from sordino.federation.weights import check_weights
+from sordino.foreign import read_json
 from sordino.methods import entry
 from sordino.methods.tally import tally_method
 from sordino.models import registry
@@ -167,8 +168,10 @@ class Terms:
     def read(text: str, weights_folder: str = "") -> Terms:
         """Terms as `json` wrote them, for a party with its own folder of weights."""
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = read_json(text)
             unknown = sorted(values.keys() - set(TERMS_KEYS))
+        except SordinoError as error:
+            raise SordinoError(f"terms: {error}") from None
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they are not JSON of the known keys.") from None
         if unknown:
