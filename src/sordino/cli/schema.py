@@ -33,6 +33,9 @@ def add(commands: Any) -> None:
     draft.add_argument("--encoding", default="utf-8", metavar="X", help="of a text file, such as latin-1")
     draft.add_argument("--delimiter", metavar="X", help="of a text file (default: found in the heading)")
     draft.add_argument("--decimal", default=".", metavar="X", help="what separates decimals: . or ,")
+    draft.add_argument(
+        "--any-names", action="store_true", help="columns are really called like numbers or dates, or have no name"
+    )
     draft.add_argument("--out", metavar="SCHEMA.toml", help="(default: stdout)")
     check = command(
         parts,
@@ -65,7 +68,7 @@ def _draft(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"schema: there is no file '{path}'; check the path.")
     dialect = Dialect(arguments.delimiter, arguments.decimal, arguments.encoding)
     try:
-        text, looked = draft(Path(arguments.file), paths[1], dialect)
+        text, looked = draft(Path(arguments.file), paths[1], dialect, any_names=arguments.any_names)
     except WrongEncodingError as error:
         raise SordinoError(
             f"--encoding: {error.path} is no {arguments.encoding} text; name its encoding, such as --encoding latin-1 "
