@@ -248,7 +248,19 @@ EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluatio
 }
 # Files of a run in the folder of a site or a coordinator. They stay there, and say nothing to others.
 KEPT_BY_A_PARTY = (
-    *("README.txt", "account", "active", "box", "checkpoint", "columns", "data", "evaluation", "memory", "noise"),
+    *(
+        "README.txt",
+        "account",
+        "active",
+        "approved",
+        "box",
+        "checkpoint",
+        "columns",
+        "data",
+        "evaluation",
+        "memory",
+        "noise",
+    ),
     *("offers", "offers.json", "pending", "progress.jsonl", "secret", "survivors-*.json"),
 )
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
@@ -497,8 +509,8 @@ HEAD = """# The files of a run
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement and the model card
-again to compare the words. Of a folder it lists files that are not of the run; nothing says who wrote them. All files have the time of the start of the
-run, because other times would tell how long it took.
+again to compare the words. Of a folder it lists files that are not of the run; nothing says who wrote them. All files
+have the time of the start of the run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
 release on one charge. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.

@@ -233,7 +233,7 @@ class Site(SiteData):
                 approvals.use(self.config.folder, terms)
             with self.ledger() as ledger:
                 self._forget_unused(ledger)
-            run = SiteRun.make(self, terms, account)
+            run = SiteRun.make(self, terms, account, approved=needs_person)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         self.queue.heard(terms.run)
@@ -329,7 +329,8 @@ class Site(SiteData):
         with self.ledger() as ledger:
             if _used(ledger, run.terms.run):
                 raise Refused("order", f"run {run.terms.run} has begun, and is not withdrawn")
-        approvals.give_back(self.config.folder, run.terms)
+        if run.used_approval:
+            approvals.give_back(self.config.folder, run.terms)
         self.queue.leave(run.terms.run)
         self._forget(run.folder)
         self.note("withdrawn", run=run.terms.run)
