@@ -484,3 +484,26 @@ def test_errors_name_what_is_missing(capsys, tmp_path, monkeypatch):
 )
 def test_a_coordinator_says_who_joined_who_is_away_and_what_a_lost_round_cost(line, words):
     assert of_coordinator(line, 5) == words
+
+
+def test_nothing_that_is_printed_steers_the_terminal_or_adds_lines(tmp_path, capsys):
+    """Whoever wrote the text: a name in a received file, a cell, a key that an error quotes."""
+    from sordino.cli import show
+
+    foreign = "site\x1b[3A\r\nholds: the numbers agree [/] [red]"
+    shown = r"site\x1b[3A\r\nholds: the numbers agree [/] [red]"
+    show.facts([("signed by", foreign)])
+    show.table(("site", "state"), [(foreign, show.marked("[green]yes[/]"))])
+    show.console().print(foreign, markup=False)
+    show.say(foreign)
+    told = capsys.readouterr().out
+    assert told.count(shown) == 4
+    assert "\x1b" not in told
+    assert "yes" in told
+    assert not any(line.startswith("holds") for line in told.splitlines())
+    (tmp_path / "spec.toml").write_text('"rounds\\u001b[2J\\nholds: the numbers agree" = 3\n')
+    assert main(["run", str(tmp_path / "spec.toml")]) == 2
+    told = capsys.readouterr().err
+    assert "\x1b" not in told
+    assert r"rounds\x1b[2J\nholds" in told
+    assert len(told.splitlines()) == 1

@@ -437,6 +437,34 @@ def test_a_draft_holds_names_and_types_and_no_value(tmp_path):
         Schema.read(write(tmp_path, text, "schema.toml"))
 
 
+@pytest.mark.parametrize(
+    "cell", ["79", "3.5", '"3,5"', "-1e-3", "nan", "2020-01-01", "2020-01-01 12:30:00", "31.12.2024", "12/31/2024", ""]
+)
+def test_a_file_without_a_heading_gives_no_draft(tmp_path, capsys, cell):
+    """Its first line is a person: no part of it is in the draft, or in the error."""
+    path = write(tmp_path, f"rare-ward,{cell},no\nb,{cell},yes\n")
+    assert main(["schema", "draft", str(path)]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    said = told.err.replace(str(path), "")
+    assert "1 of 3 cells are no likely names of columns (empty, a number or a date)" in said
+    assert "--any-names" in said
+    assert "rare-ward" not in said
+    assert len(cell) < 2 or cell.strip('"') not in said
+    assert main(["schema", "draft", str(path), "--any-names"]) == 0
+    assert "[columns.rare-ward]" in capsys.readouterr().out
+
+
+def test_a_draft_says_that_types_come_from_the_cells(tmp_path):
+    """One cell among many changes a type, so that the draft tells something of the records until people review it."""
+    rows = [f"{k}" for k in range(600)]
+    one, looked = draft(write(tmp_path, "\n".join(["marker", *rows]), "t.csv"))
+    other, _ = draft(write(tmp_path, "\n".join(["marker", *rows[:-1], "rare"]), "t.csv"))
+    assert ('type = "number"' in one, 'type = "category"' in other) == (True, True)
+    assert "the draft is private until people have reviewed it" in looked[0]
+    assert "# Types come from the cells: one cell that is no number makes its column a category" in one
+
+
 def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):
     text, _ = draft(write(tmp_path, "age,ward,died\n93,rare,true\n"))
     assert "# Remove [columns.NAME] of the target, the client and the person" in text

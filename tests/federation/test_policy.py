@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from sordino.core import Unit
+from sordino.federation import approvals
 from sordino.federation.derived import stated
 from sordino.methods import REGISTRY, MethodEntry
 from sordino.methods.bounds import CLIP, declare
@@ -22,6 +23,23 @@ def toy(*, unit: Unit = Unit.RECORD, ceiling: float = 1.0, lr: float = 0.5):
 
 def registered(monkeypatch, **bounds):
     monkeypatch.setitem(REGISTRY, "dp-toy", MethodEntry(toy, "toy", "no paper", bounds=declare(**bounds)))
+
+
+@pytest.mark.parametrize("options", [{"depth": 18}, {"depth": 3, "columns": 4}])
+def test_a_model_that_cannot_be_built_is_refused_before_anything_is_written(tiny, talk, options):
+    """And the site can still agree to other terms of the same run."""
+    federation = tiny("dp-boost", model="trees", rounds=2)
+    federation.configure(NORTH, ask=True)
+    site, bad = federation.site(NORTH), federation.terms(options)
+    for _ in range(2):
+        assert talk(site, bad).propose().fields["code"] == "policy"
+        assert next(iter(options)) in federation.events(NORTH)[-1]["detail"]
+        assert list((federation.place(NORTH) / "runs").iterdir()) == []
+    assert approvals.studies(federation.place(NORTH)) == [], "nobody was asked"
+    good = federation.terms()
+    assert talk(site, good).propose().fields["code"] == "approval"
+    approvals.answer(federation.place(NORTH), approvals.digest_of(good)[:12], approved=True)
+    assert talk(site, good).propose().kind == "agreed"
 
 
 def answer(tiny, talk, **spec):

@@ -31,9 +31,11 @@ from sordino.federation.policy import agree, check_rules
 from sordino.federation.refusal import REASONS
 from sordino.federation.run_keys import roster_of_run
 from sordino.federation.site_run import SiteRun
+from sordino.federation.terms import against_terms
 from sordino.operations.doctor import doctor
 from sordino.privacy import calibration, spending
 from sordino.secagg import Identity, Roster
+from sordino.training.verify_run import verify_run
 from tests.support import tiers
 
 NORTH, FOUR = "north", tuple("abcd")
@@ -603,6 +605,26 @@ def test_a_run_that_is_over_answers_no_more_and_charges_nothing(tiny, talk):
         refused(federation, talk_to.round(1), "order")
         assert federation.charged(NORTH) == [(talk_to.terms.run, 0)]
         refused(federation, talk_to.round(0), "order")  # the bytes are gone, and nothing is computed again
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_a_certificate_says_that_the_coordinator_names_the_model(tiny, talk, answered):
+    """The site signs the hash of numbers that it never computed: any could be sent, even after no round."""
+    federation = tiny(seed=None)
+    talk = talk(federation.site(NORTH), federation.terms())
+    talk.propose()
+    for t in range(answered):
+        assert talk.round(t).kind == "update"
+    fields = {"run": talk.terms.run, "terms": talk.terms.sha256(), "done": 3}
+    assert talk.say("finish", fields, {"theta": NUMBERS * 7}).kind == "finished"
+    words = f"the coordinator says so, and the site cannot check it. The site answered {answered} of 3 rounds"
+    cert, path = federation.certificate(NORTH), federation.folder_of(NORTH) / "certificate.json"
+    assert sum(words in fact for fact in cert["assumes"]) == 1
+    assert words in path.with_name("statement.md").read_text()
+    assert verify_run(path, against_terms=against_terms).problems == []
+    cert["assumes"] = [fact for fact in cert["assumes"] if words not in fact]
+    path.write_text(json.dumps(cert))
+    assert any(each.startswith("assumes") for each in verify_run(path, against_terms=against_terms).problems)
 
 
 def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch):

@@ -9,9 +9,10 @@ import pytest
 
 from sordino.cli import main
 from sordino.errors import SordinoError, StoppedError
-from sordino.evidence.ledger import NOTES
+from sordino.evidence.ledger import NOTES, Ledger
 from sordino.federation import approvals, coordinator, study_queue
 from sordino.federation.config import SiteConfig
+from sordino.federation.site import _entries
 from sordino.federation.study_queue import StudyQueue
 
 NORTH = "north"
@@ -100,6 +101,39 @@ def test_a_withdrawn_study_gives_its_place_and_its_approval_back(busy, talk):
     assert second.round(0).kind == "update"
     assert second.say("withdraw", {"run": SECOND, "terms": second.terms.sha256()}).fields["code"] == "order"
     assert busy.charged(NORTH) == [(SECOND, 0)]
+
+
+def test_a_withdrawn_run_that_needed_no_approval_gives_none_back(tiny, talk):
+    """The reserve is for runs that a person approved: one approval is for one run, and another run cannot return it."""
+    federation = tiny(rounds=1)
+    cost = []
+    with Ledger(federation.folder / "costs.db") as ledger:
+        for k in range(4):
+            entries = _entries(federation.terms(), 0, "account")
+            ledger.charge([entry._replace(plan=f"run {k}") for entry in entries])
+            cost.append(ledger.spent_epsilon("account", 1e-3))
+    free = (cost[1] + cost[2]) / 2  # a third run needs a person
+    federation.configure(NORTH, epsilon=cost[3], reserve_epsilon=cost[3] - free)
+    folder, site = federation.place(NORTH), federation.site(NORTH)
+    runs = [talk(site, federation.terms(run=digits * 16)) for digits in ("d1", "d2", "aa", "bb", "cc")]
+    spare, other, approved, third, last = runs
+
+    def withdraw(each):
+        return each.say("withdraw", {"run": each.terms.run, "terms": each.terms.sha256()}).kind
+
+    assert spare.propose().kind == other.propose().kind == "agreed"
+    assert approved.propose().fields["code"] == "approval"
+    approvals.answer(folder, approvals.digest_of(approved.terms)[:12], approved=True)
+    assert approved.propose().kind == "agreed"
+    assert approved.round(0).kind == "update"
+    for each in (spare, other):
+        assert withdraw(each) == "withdrawn"
+        assert approvals.studies(folder)[0].state == "used"
+    assert third.propose().kind == "agreed"
+    assert third.round(0).kind == "update"
+    assert last.propose().fields["code"] == "approval", "nobody approved a second run"
+    with federation.ledger(NORTH) as ledger:
+        assert ledger.spent_epsilon(ledger.account(), 1e-3) <= free
 
 
 def test_a_study_that_waits_is_withdrawn_by_its_own_coordinator_alone(busy, talk):

@@ -11,7 +11,7 @@ from sordino.evidence import public
 from sordino.federation import testing
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.sentences import of_coordinator
-from sordino.federation.terms import Terms
+from sordino.federation.terms import EVALUATED, Terms
 from sordino.operations import demonstration
 from sordino.training import noised_metrics
 from sordino.training.verify_run import verify_run
@@ -88,6 +88,7 @@ def test_every_site_has_a_certificate_of_its_own_about_the_evaluation(tmp_path, 
         assert verdict.problems == []
         assert not any("ledger" in gap or "model" in gap for gap in verdict.gaps), "both were found and compared"
         assert "this is what" in (out / "statement.md").read_text()
+        assert EVALUATED in cert["assumes"]
     spec = federation.folder_of("north") / "evaluation" / "spec.toml"
     spec.write_text(spec.read_text().replace("epsilon = 20.0", "epsilon = 19.0"))
     assert any("spec.toml" in problem for problem in verify_run(spec.parent).problems)

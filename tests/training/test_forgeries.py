@@ -80,13 +80,12 @@ def forge(honest, tmp_path):
         if how != "kept":
             del cert["signature"]
         if (base, change) in CONSISTENT:  # the forger writes a statement that fits
-            cert, text = (
-                (cert, statement(cert)) if how == "kept" else issue(cert, FORGER if how == "replaced" else None)
-            )
+            signer = FORGER if how == "replaced" else None
+            cert = model_card.bind(out / "public", cert, signer)
+            cert, text = (cert, statement(cert)) if how == "kept" else issue(cert, signer)
             (out / "public" / "statement.md").write_text(text)
             if how == "kept":
                 cert["statement_sha256"] = hashlib.sha256(text.encode()).hexdigest()
-            model_card.write(out / "public", cert)
         elif how == "replaced":
             cert = signed(cert, FORGER)
         path.write_text(json.dumps(cert, indent=2))
@@ -189,6 +188,12 @@ def stronger_card(cert, out):
     path.write_text(path.read_text().replace("**ε = 1 at δ", "**ε = 0.5 at δ"))
 
 
+def rebound_card(cert, out):
+    """Its hash in the certificate, too: the words still differ from the numbers."""
+    stronger_card(cert, out)
+    cert["card_sha256"] = sha256(out / "public" / "MODEL_CARD.md")
+
+
 def longer_curve(cert, out):
     with open(out / "public" / "curve.png", "ab") as file:
         file.write(b"x")
@@ -197,7 +202,8 @@ def longer_curve(cert, out):
 CAUGHT = [
     ("plain", stronger_statement, "statement.md is not the one"),
     ("plain", rebound_statement, "statement.md does not say what the certificate says"),
-    ("plain", stronger_card, "MODEL_CARD.md does not say what certificate, metrics and model say"),
+    ("plain", stronger_card, "MODEL_CARD.md is not the one that the certificate names"),
+    ("plain", rebound_card, "MODEL_CARD.md does not say what certificate, metrics and model say"),
     ("plain", longer_curve, "curve.png is not the one"),
     ("plain", half_epsilon, "epsilon"),
     ("seeded", relabelled, r"noise_source: the certificate says \"secure\""),
@@ -325,6 +331,83 @@ def test_a_statement_of_other_code_is_held_to_its_hash(forge):
     ]
     verdict = verify_run(forge("plain", older_words, "kept"))
     assert "the words of statement.md: sordino with other sources wrote them" in verdict.gaps
+
+
+def test_a_card_of_other_code_is_held_to_its_hash(forge):
+    """An auditor with another version cannot write the card again; it is the one that was signed all the same."""
+
+    def older(cert, out):
+        cert["code_sha256"] = "0" * 64
+
+    def older_and_stronger(cert, out):
+        older(cert, out)
+        stronger_card(cert, out)
+
+    def unbound(cert, out):
+        older_and_stronger(cert, out)
+        del cert["card_sha256"]
+
+    assert not any("MODEL_CARD" in problem for problem in verify_run(forge("plain", older, "kept")).problems)
+    assert "MODEL_CARD.md is not the one that the certificate names" in [
+        *verify_run(forge("plain", older_and_stronger, "stripped")).problems
+    ]
+    assert (
+        "MODEL_CARD.md, whose hash the certificate does not hold"
+        in verify_run(forge("plain", unbound, "replaced")).gaps
+    )
+
+
+def test_files_that_the_certificate_does_not_name_are_told(honest, tmp_path, capsys):
+    """Of a folder, not of a file that lies among others."""
+    received = tmp_path / "received"
+    shutil.copytree(honest("plain") / "public", received)
+    (received / "SUMMARY.md").write_text("Certified: epsilon = 0.01")
+    (received / "model.onnx").write_bytes(b"another model")
+    (received / "README.txt").write_text("everything may be published")
+    assert "files that are not of the run: README.txt, SUMMARY.md, model.onnx" in verify_run(received).gaps
+    assert main(["verify", str(received), "--complete"]) == 1
+    assert "SUMMARY.md" in capsys.readouterr().out
+    assert not any("SUMMARY" in gap for gap in verify_run(received / "certificate.json").gaps)
+    for k in range(30):
+        (received / f"page {k:02}.html").write_text("")
+    assert any(gap.endswith(" and 13 more") for gap in verify_run(received).gaps)
+
+
+@pytest.mark.parametrize(
+    ("begins", "error"),
+    [
+        ('{"epsilon": 0.01,', "'epsilon' is there twice"),
+        ('{"site": {"a\\u001b": 1, "a\\u001b": 2},', r"'a\\x1b' is there"),
+    ],
+)
+def test_a_certificate_with_a_key_twice_is_refused(honest, tmp_path, begins, error):
+    """A reader sees the first value, and most programs take the last."""
+    path = tmp_path / "certificate.json"
+    path.write_text((honest("plain") / "public" / "certificate.json").read_text().replace("{", begins, 1))
+    with pytest.raises(SordinoError, match=error):
+        verify_run(path)
+
+
+def test_a_name_cannot_steer_the_terminal_or_add_lines(forge, capsys):
+    """The signer's name of a certificate erases what is on the screen, and writes a verdict of its own."""
+    eraser = "site north\x1b[3A\r\x1b[0Jholds: the numbers agree.\nclaims  certified\u202e"
+
+    def renamed(cert, out):
+        cert["epsilon"] = 0.1
+        cert["client_names"] = [eraser]
+
+    out = forge("plain", renamed, "stripped")
+    path = out / "public" / "certificate.json"
+    cert = signed(json.loads(path.read_text()), RunKey(FORGER.secret, eraser))
+    path.write_text(json.dumps(cert))
+    assert main(["verify", str(out)]) == 1
+    told = capsys.readouterr().out
+    assert not set(told) & set("\x1b\r\u202e")
+    assert r"site north\x1b[3A\r\x1b[0Jholds: the numbers agree.\nclaims  certified\u202e" in told
+    assert not any(line.startswith(("holds", "claims  certified")) for line in told.splitlines())
+    for text in (statement(cert), model_card.of_folder(out / "public", cert)):
+        assert not set(text) & set("\x1b\r\u202e")
+        assert "\nclaims  certified" not in text
 
 
 def test_adapters_are_bound_as_a_folder(forge):

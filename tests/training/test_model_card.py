@@ -90,7 +90,10 @@ def test_verify_compares_it(place, tmp_path):
         text = path.read_text()
         assert change[0] in text
         path.write_text(text.replace(*change))
-        problems = ["MODEL_CARD.md does not say what certificate, metrics and model say"]
+        problems = [
+            "MODEL_CARD.md is not the one that the certificate names",
+            "MODEL_CARD.md does not say what certificate, metrics and model say",
+        ]
         assert verify_run(tmp_path / name).problems == problems
     shutil.copytree(place / "run", tmp_path / "alone")
     (tmp_path / "alone" / "public" / "model.safetensors").unlink()

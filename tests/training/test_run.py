@@ -153,7 +153,7 @@ def test_kill_nine_at_random_moments_and_resume(tmp_path, lives):
     resumed = run.finish(job, out, again)
     assert again == history
     assert torch.equal(*(load_model(d / "public" / "model.safetensors")[1] for d in (out, tmp_path / "whole")))
-    own = {"ledger", "signature", "statement_sha256"}  # the statement tells the ledger's head
+    own = {"ledger", "signature", "statement_sha256", "card_sha256"}  # they tell the ledger's head and the run's key
     assert {k: v for k, v in resumed.items() if k not in own} == {k: v for k, v in cert.items() if k not in own}
     assert resumed["ledger"]["rows"] == cert["ledger"]["rows"]
     assert verify_run(out / "public" / "certificate.json").problems == []

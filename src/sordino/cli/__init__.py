@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import cache
 from importlib import import_module
 
-from sordino.cli.show import Parser, Terminated
+from sordino.cli.show import Parser, Terminated, say
 from sordino.errors import OverspentError, SordinoError, nearest
 
 COMMANDS = (
@@ -71,15 +71,15 @@ def _main(argv: Sequence[str] | None, commands: Sequence[str]) -> int:
             raise _unknown(arguments.command, rest)
         return int(arguments.act(arguments))
     except (SordinoError, OverspentError) as error:
-        print(f"sordino: {error}", file=sys.stderr)
+        say(f"sordino: {error}", aside=True)
         return 2
     except BrokenPipeError:
         raise
     except OSError as error:
-        print(f"sordino: {error.filename or 'file'}: {error.strerror or error}", file=sys.stderr)
+        say(f"sordino: {error.filename or 'file'}: {error.strerror or error}", aside=True)
         return 2
     except KeyboardInterrupt as stop:
-        print(f"sordino: stopped. {stop}".strip(), file=sys.stderr)
+        say(f"sordino: stopped. {stop}".strip(), aside=True)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)
 
 

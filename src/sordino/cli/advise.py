@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, table
+from sordino.cli.show import add_json, check_json, command, console, emit, marked, table
 from sordino.errors import SordinoError
 
 ABOUT = """
@@ -103,7 +103,7 @@ def _tell(advice: dict[str, Any]) -> None:
         unsafe = name == "fednewton" and not advice["fednewton_safe"]
         terms, settings = entry["terms"], ", ".join(f"{k} {v}" for k, v in entry["settings"].items())
         parts = ("statistical", "privacy", "bias", "optimisation")
-        shown = ["[red]unsafe[/]" if unsafe else short(entry["error"]), *(short(terms[part]) for part in parts)]
+        shown = [marked("[red]unsafe[/]") if unsafe else short(entry["error"]), *(short(terms[part]) for part in parts)]
         rows.append((name, str(entry["rounds"]), settings, *shown))
     table(("method", "rounds", "settings", "error", "sampling", "privacy", "bias", "steps missing"), rows)
     page.print(

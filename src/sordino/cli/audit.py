@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, plain, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, marked, plain, table
 from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
@@ -226,7 +226,8 @@ def _tell_of_a_run(result: Any, private: Path, drawn: bool) -> None:
     )
     page.print(
         f"lower bounds on ε at {result.confidence:.0%} confidence, δ = {result.delta:g}, {result.runs:,} runs per data "
-        f"set; canary: {result.canary}"
+        f"set; canary: {result.canary}",
+        markup=False,
     )
     if result.noise_factor != 1:
         page.print(f"the noise was multiplied by {result.noise_factor:g} on purpose; the certificate does not know it")
@@ -454,8 +455,8 @@ def _by_account(row: Any) -> float:
     return bound
 
 
-def _verdict(row: Any) -> str:
-    return "[bold red]broken[/]" if row.broken else "[green]holds[/]"
+def _verdict(row: Any) -> Any:
+    return marked("[bold red]broken[/]" if row.broken else "[green]holds[/]")
 
 
 def _tell(rows: list[Any]) -> None:

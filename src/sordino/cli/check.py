@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, marked, table
 from sordino.errors import SordinoError
 
 if TYPE_CHECKING:
@@ -170,7 +170,7 @@ def _show(reports: Sequence[Report]) -> None:
                 f"{r.claimed:.4g}",
                 f"{r.worst_found / r.claimed:.2%}" if r.claimed else "",
                 f"{r.engines_max_diff:.0e}",
-                "[green]passed[/]" if r.passed else "[red]failed[/]",
+                marked("[green]passed[/]" if r.passed else "[red]failed[/]"),
             )
             for r in reports
         ],
@@ -178,4 +178,4 @@ def _show(reports: Sequence[Report]) -> None:
     console().print(CAPTION)
     for report in reports:
         for problem in report.problems:
-            console().print(f"{report.name} ({report.unit}, {report.adjacency}): {problem}")
+            console().print(f"{report.name} ({report.unit}, {report.adjacency}): {problem}", markup=False)

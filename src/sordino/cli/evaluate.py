@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, add_weights, check_json, check_out, command, console, emit, facts
+from sordino.cli.show import add_json, add_weights, check_json, check_out, command, console, emit, facts, say
 from sordino.core import Privacy
 from sordino.errors import SordinoError
 
@@ -88,7 +88,7 @@ def act(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if differs := unlike_the_run(Path(arguments.model), options, prepared.plan.privacy):
-        print(f"note: {differs}", file=sys.stderr)
+        say(f"note: {differs}", aside=True)
     shared = None
     if arguments.ledger is not None:
         shared = private_evaluation.join_ledger(prepared, arguments.ledger, arguments.limit)

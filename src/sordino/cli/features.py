@@ -92,9 +92,10 @@ def act(arguments: argparse.Namespace) -> int:
         page = console()
         page.print(
             f"{len(x_train):,} training and {len(x_test):,} test images of {arguments.data}: {x_train.shape[1]:,} "
-            f"features each by {summary['network']}, {summary['seconds']:.1f} s\nwritten to {arguments.out}",
+            f"features each by {summary['network']}, {summary['seconds']:.1f} s",
             markup=False,
         )
+        page.print(f"written to {arguments.out}", markup=False)
         if arguments.stats:
             page.print(
                 f"statistics in {arguments.stats}: a release that no budget pays for, if the data are private",

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli import operate
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, steps, table
+from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, marked, say, steps, table
 from sordino.errors import SordinoError
 from sordino.federation import sentences
 
@@ -193,7 +193,7 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         rounds: int | None = None
         for line in lines:
             rounds = line["rounds"] if line["what"] == "begun" else rounds
-            print(f"{time.strftime('%H:%M:%S')}  {sentences.of_coordinator(line, rounds)}", file=sys.stderr, flush=True)
+            say(f"{time.strftime('%H:%M:%S')}  {sentences.of_coordinator(line, rounds)}", aside=True)
             yield line
         return
     with bar("starting link and sites") as progress:
@@ -215,18 +215,16 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    import json
-
     from sordino.evidence.certificate import group_of_site
     from sordino.federation.terms import against_terms
-    from sordino.training.verify_run import verify_run
+    from sordino.training.verify_run import read_certificate, verify_run
 
     sites = []
     for place in sorted((out / "sites").iterdir()):
         for run in sorted((place / "runs").iterdir()):
             path = run / "certificate.json"
             if path.exists():
-                cert = json.loads(path.read_text(encoding="utf-8"))
+                cert = read_certificate(path)
                 verified = not verify_run(path, against_terms=against_terms).problems
                 claims = {key: cert[key] for key in ("delta", "certified", "trust", "secure", "site")}
                 sites.append(
@@ -264,8 +262,8 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
                 f"{own:.4g}",
                 f"{min(own, site['secure']['epsilon_server']) if site['secure'] else own:.4g}",
                 f"{site['delta']:g}",
-                "[green]yes[/]" if site["certified"] else "[red]no[/]",
-                "[green]yes[/]" if site["verified"] else "[red]no[/]",
+                marked("[green]yes[/]" if site["certified"] else "[red]no[/]"),
+                marked("[green]yes[/]" if site["verified"] else "[red]no[/]"),
                 f"{budget['spent']:.4g} of {budget['epsilon']:g}",
             ]
         )
@@ -588,5 +586,5 @@ def _join(arguments: argparse.Namespace) -> int:
     site = operate.site_file(arguments.site)
     operate.serve_status(site.parent, arguments.status_port)
     for line in transport.join(site, arguments.link, Path(arguments.authority), port=arguments.port):
-        print(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}", flush=True)
+        say(f"{time.strftime('%H:%M:%S')}  {sentences.of_site(line)}")
     return 0

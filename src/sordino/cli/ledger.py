@@ -182,13 +182,12 @@ def _path(file: str) -> Path:
 
 def _witness(arguments: argparse.Namespace) -> dict[str, Any] | None:
     """Head and length of the ledger according to the run's certificate; None if no certificate is beside the ledger."""
-    import json
-
+    from sordino.foreign import read_json
     from sordino.training.folder import RunFolder
 
     path = RunFolder.find(_path(arguments.file)).public / "certificate.json"
     try:
-        head = json.loads(path.read_text(encoding="utf-8"))["ledger"]
+        head = read_json(path.read_text(encoding="utf-8"))["ledger"]
         return {"head": str(head["head"]), "rows": int(head["rows"])}
     except (OSError, ValueError, KeyError, TypeError):
         return None

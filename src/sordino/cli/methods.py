@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit
+from sordino.cli.show import add_json, check_json, command, console, emit, say
 from sordino.core import Trust
 from sordino.errors import SordinoError, check_known
 
@@ -40,7 +39,7 @@ def act(arguments: argparse.Namespace) -> int:
         except SordinoError as error:
             if name in REGISTRY:
                 raise
-            print(f"sordino: {error}", file=sys.stderr)  # a broken package must not hide other methods
+            say(f"sordino: {error}", aside=True)  # a broken package must not hide other methods
             continue
         rows.append(
             {
@@ -65,7 +64,8 @@ def act(arguments: argparse.Namespace) -> int:
     if not emit(arguments, [*rows, *models]):
         every = {str(trust) for trust in Trust}
         for row in rows:
-            console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    {row['family']}; {row['paper']}")
+            console().print(f"[bold]{row['name']}[/]  {row['summary']}")
+            console().print(f"    {row['family']}; {row['paper']}")
             if row["package"]:
                 state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
                 console().print(f"    from {row['package']}; {state}")
@@ -78,7 +78,8 @@ def act(arguments: argparse.Namespace) -> int:
                 console().print(f"    options: {options}", markup=False)
         for row in models:
             state = "passed `sordino check` here" if row["checked"] else f"run `sordino check {row['name']}` first"
-            console().print(f"[bold]{row['name']}[/]  {row['summary']}\n    a model, from {row['package']}; {state}")
+            console().print(f"[bold]{row['name']}[/]  {row['summary']}")
+            console().print(f"    a model, from {row['package']}; {state}")
         if arguments.name:
             console().print("What they mean, and what is proved: docs/methods.md")
             return 0
@@ -96,7 +97,7 @@ def _model_row(name: str, plugin: Any) -> dict[str, Any]:
         known = registry.entry(name)
         summary, options = known.summary, {key: option.default for key, option in known.options.items()}
     except SordinoError as error:
-        print(f"sordino: {error}", file=sys.stderr)
+        say(f"sordino: {error}", aside=True)
         summary, options = "cannot be imported", {}
     checked = plugins.passed(plugin)
     return {

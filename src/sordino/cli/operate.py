@@ -9,7 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, emit, facts, table
+from sordino.cli.show import add_json, check_json, command, emit, facts, say, table
 from sordino.errors import SordinoError
 from sordino.federation import sentences
 
@@ -276,7 +276,7 @@ def _restore(arguments: argparse.Namespace) -> int:
 
     problem = restore(Path(arguments.archive), Path(arguments.folder))
     if problem:
-        print(f"the site refuses to work with this backup: {problem}")
+        say(f"the site refuses to work with this backup: {problem}")
         return 1
     print(
         f"{arguments.folder} is restored; put the records in their place. The site takes part in new runs, and in none "
@@ -388,6 +388,6 @@ def _status(arguments: argparse.Namespace) -> int:
     )
     table(
         ["site", "state", "answered", "missed", "why"],
-        [[s.name, s.state, str(s.rounds), str(s.lost), s.why.replace("[", "\\[")] for s in found.sites],
+        [[s.name, s.state, str(s.rounds), str(s.lost), s.why] for s in found.sites],
     )
     return 0

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
+from sordino.cli.show import add_json, check_json, command, console, emit, say, steps, table
 from sordino.errors import SordinoError
 
 
@@ -31,6 +31,9 @@ def add(commands: Any) -> None:
     draft.add_argument("--encoding", default="utf-8", metavar="X", help="of a text file, such as latin-1")
     draft.add_argument("--delimiter", metavar="X", help="of a text file (default: found in the heading)")
     draft.add_argument("--decimal", default=".", metavar="X", help="what separates decimals: . or ,")
+    draft.add_argument(
+        "--any-names", action="store_true", help="columns are really called like numbers or dates, or have no name"
+    )
     draft.add_argument("--out", metavar="SCHEMA.toml", help="(default: stdout)")
     check = command(
         parts,
@@ -59,7 +62,7 @@ def _draft(arguments: argparse.Namespace) -> int:
             raise SordinoError(f"schema: there is no file '{path}'; check the path.")
     dialect = Dialect(arguments.delimiter, arguments.decimal, arguments.encoding)
     try:
-        text, looked = draft(Path(arguments.file), paths[1], dialect)
+        text, looked = draft(Path(arguments.file), paths[1], dialect, any_names=arguments.any_names)
     except WrongEncodingError as error:
         raise SordinoError(
             f"--encoding: {error.path} is no {arguments.encoding} text; name its encoding, such as --encoding latin-1 "
@@ -70,7 +73,7 @@ def _draft(arguments: argparse.Namespace) -> int:
     else:
         out.write_text(text, encoding="utf-8")
     for line in looked:
-        print(f"looked at: {line}", file=sys.stderr)
+        say(f"looked at: {line}", aside=True)
     return 0
 
 
@@ -108,6 +111,8 @@ def _check(arguments: argparse.Namespace) -> int:
         "constant": constant,
     }
     if not emit(arguments, document):
+        from rich.markup import escape
+
         table(
             ("column", "features", "becomes"),
             [(name, str(len(made)), says) for name, says, made in schema.explain()],
@@ -129,7 +134,8 @@ def _check(arguments: argparse.Namespace) -> int:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
         if constant:
             page.print(
-                f"[bold yellow]constant[/]   {', '.join(constant)}: every record becomes the same. Are the levels or "
-                "the range right, and in the unit of the table? (This line comes from the records: do not publish it.)",
+                f"[bold yellow]constant[/]   {escape(', '.join(constant))}: every record becomes the same. Are the "
+                "levels or the range right, and in the unit of the table? (This line comes from the records: do not "
+                "publish it.)",
             )
     return 0

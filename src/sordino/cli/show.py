@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from sordino.errors import SordinoError, nearest
+from sordino.foreign import printable
 
 AGAIN = 0.05  # seconds until a signal that came inside a finalizer is sent again
 
@@ -227,7 +228,7 @@ class Bar:
 
     def print(self, text: str) -> None:
         """A line above the bar."""
-        self._progress.console.print(text, markup=False)
+        self._progress.console.print(printable(text), markup=False)
 
 
 @contextmanager
@@ -260,10 +261,25 @@ def facts(rows: Sequence[tuple[str, str]]) -> None:
         page.print(f"{name:<{width}}  {value}", markup=False)
 
 
+def say(text: str, *, aside: bool = False) -> None:
+    """Print one line at once.
+
+    Args:
+      text: the line, whoever wrote parts of it.
+      aside: to stderr, where no results go.
+    """
+    print(printable(text), file=sys.stderr if aside else sys.stdout, flush=True)
+
+
 def console() -> Any:
+    """Where results are printed: lines, in which control characters are spelt out, and tables."""
     from rich.console import Console
 
     class Page(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            """One line per call: a text with a line break, or with what moves the cursor, could forge others."""
+            super().print(*(printable(part) if isinstance(part, str) else part for part in objects), **how)
+
         def on_broken_pipe(self) -> None:
             """`main` ends the command quietly; rich would exit with status 1, which means a failed check here."""
             raise BrokenPipeError
@@ -271,15 +287,32 @@ def console() -> Any:
     return Page(highlight=False, soft_wrap=True, emoji=False)  # a pipe gets whole lines, whatever its width
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Whole words, whatever the width."""
+def marked(text: str) -> Any:
+    """A cell of a table in colour.
+
+    Args:
+      text: with the markup of rich, which other cells do not have.
+    """
+    from rich.text import Text
+
+    return Text.from_markup(text)
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Whole words, whatever the width.
+
+    Args:
+      columns: the headings.
+      rows: of each row its cells: texts, whoever wrote them, or what `marked` made.
+    """
     from rich.table import Column, Table
+    from rich.text import Text
 
     page = console()
     lines = Table(
         *(Column(name, no_wrap=True) for name in columns), box=None, padding=(0, 2, 0, 0), header_style="bold"
     )
     for row in rows:
-        lines.add_row(*row)
+        lines.add_row(*(Text(printable(cell)) if isinstance(cell, str) else cell for cell in row))
     page.width = max(page.width, page.measure(lines, options=page.options.update(width=1000)).maximum)
     page.print(lines)

@@ -941,19 +941,27 @@ class Schema:
 # -------------------------------------------------------------------------------------------------------------- drafts
 
 
-def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None) -> tuple[str, list[str]]:
+def draft(
+    path: Path, public: Path | None = None, dialect: Dialect | None = None, *, any_names: bool = False
+) -> tuple[str, list[str]]:
     """A schema to be completed by people.
 
     Of the file only the column names and their types are used. Ranges and levels would tell something of the records,
-    so they are left blank; or they are taken from a second file with *public* records of the same columns.
+    so they are left blank; or they are taken from a second file with *public* records of the same columns. The types
+    come from the cells: one cell that is no number makes its column a category. So the draft is private until people
+    have reviewed it.
 
     Args:
         path: The table to describe.
         public: A table of public records, whose ranges and levels may be used.
         dialect: How the text file is written.
+        any_names: Accept names of columns that are empty, numbers or dates.
 
     Returns:
         The content of a schema.toml, and what was looked at, for people.
+
+    Raises:
+        SordinoError: The file cannot be read, or names of its columns look like cells of a record.
     """
     import pyarrow as pa
     import tomli_w
@@ -961,6 +969,12 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
     dialect = dialect or Dialect()
     table = tables.open_table(path, dialect)
     tables.check_encoding(table, table.column_names, path)
+    if not any_names and (unlikely := tables.unlikely_names(path, table.column_names)):
+        raise SordinoError(  # no name is quoted: it may be the cell of a person
+            f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are no likely names "
+            "of columns (empty, a number or a date), so the draft might hold a record; put a line with the names "
+            "above the records, or give --any-names if the columns are really called so."
+        )
     known = None if public is None else tables.open_table(public, dialect)
     columns: dict[str, Any] = {}
     for name in table.column_names:
@@ -980,7 +994,11 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         document["file"] = {key: value for key, value in dialect._asdict().items() if value is not None}
     document["target"] = {"column": BLANK, "task": "classes", "levels": [BLANK, BLANK]}
     document["columns"] = columns
-    looked = [f"names and types of the {len(columns)} columns of {path.name}; no value of it is in the draft"]
+    looked = [
+        f"names and types of the {len(columns)} columns of {path.name}; its first line was taken for the names, and no "
+        "cell below it is in the draft. Types come from the cells, so the draft is private until people have reviewed "
+        "it"
+    ]
     if dialect.decimal == "." and (commas := [name for name in table.column_names if _commas(table.column(name))]):
         looked.append(
             f"how numbers are spelt: {', '.join(commas)} would be categories, because a comma separates their "
@@ -995,7 +1013,9 @@ def draft(path: Path, public: Path | None = None, dialect: Dialect | None = None
         '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
-        "# Take ranges and levels from a code book or the literature, never from the records.\n\n"
+        "# Take ranges and levels from a code book or the literature, never from the records.\n"
+        "# Types come from the cells: one cell that is no number makes its column a category. So this draft is\n"
+        "# private until every name and type was compared with the code book.\n\n"
     )
     return notes + tomli_w.dumps(document), looked
 

@@ -25,6 +25,16 @@ from sordino.lazy import optional
 DELIMITERS = (",", ";", "\t", "|")
 COMPRESSED: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 TEXT_SUFFIXES = (".csv", ".tsv")
+WRITTEN_DATES = (
+    None,
+    "%Y-%m-%d %H:%M:%S",
+    "%Y-%m-%dT%H:%M:%S",
+    "%d.%m.%Y",
+    "%d.%m.%y",
+    "%d/%m/%Y",
+    "%m/%d/%Y",
+    "%Y/%m/%d",
+)
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".xlsx")
 BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
@@ -274,6 +284,32 @@ def heading(path: Path, dialect: Dialect) -> tuple[list[str], str]:
         delimiter = max(DELIMITERS, key=bare.count)
     names = next(csv.reader([line], delimiter=delimiter), [])
     return [name.strip() for name in names], delimiter
+
+
+def unlikely_names(path: Path, names: Sequence[str]) -> int:
+    """How many names of columns look like cells of a record: a file without a heading gives away its first record.
+
+    Args:
+        path: The table. Only text files and workbooks take names from a line that may be a record.
+        names: The names of its columns.
+
+    Returns:
+        The number of names that are empty, numbers or dates.
+
+    >>> unlikely_names(Path("patients.csv"), ["79", "3,5", "2020-01-01", "31.12.2024", "", "age", "crp 24h"])
+    5
+    """
+    if suffix_of(path) == ".parquet":
+        return 0
+    return sum(not name or _is_number(name) or any(_date(name, form) for form in WRITTEN_DATES) for name in names)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.replace(",", "."))
+    except ValueError:
+        return False
+    return True
 
 
 def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing: Sequence[str] | None) -> Any:

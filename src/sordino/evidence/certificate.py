@@ -92,7 +92,8 @@ def certificate(
         version: The version of the package.
         done: Rounds that took place; None for all.
         spec_sha256, ledger_head, ledger_rows, model_sha256, metrics_sha256, curve_sha256, adapter_sha256: Ties to the
-            files of the run. `statement.issue` adds the hash of the statement.
+            files of the run. `statement.issue` adds the hash of the statement, and `training.run.finish` that of the
+            model card.
         schema_sha256: Hash of the public schema of a table; empty where there is none.
         doubts: Why it is not certified, in addition to what follows from the plan and the source.
         tested: How many records the model was tested on.
@@ -162,6 +163,7 @@ def certificate(
         "curve_sha256": curve_sha256,
         "adapter_sha256": adapter_sha256,
         "statement_sha256": "",
+        "card_sha256": "",
         "schema_sha256": schema_sha256,
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},

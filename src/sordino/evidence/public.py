@@ -110,6 +110,7 @@ CERTIFICATE: Mapping[str, str] = {
     "curve_sha256": HASH,
     "adapter_sha256": "Hash of files that are public themselves; empty where there are none.",
     "statement_sha256": HASH,
+    "card_sha256": "Hash of MODEL_CARD.md, which is public itself; empty where there is none.",
     "schema_sha256": "Hash of schema.toml, which is public itself; empty where there is none.",
     "code_sha256": "Hash of the package's sources.",
     "ledger.head": "Every row of the chain holds the identity of the data keyed by 256 random bits (private/run.key), "
@@ -245,6 +246,23 @@ EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluatio
     "certificate.json": CERTIFICATE,
     "statement.md": FILES["statement.md"],
 }
+# Files of a run in the folder of a site or a coordinator. They stay there, and say nothing to others.
+KEPT_BY_A_PARTY = (
+    *(
+        "README.txt",
+        "account",
+        "active",
+        "approved",
+        "box",
+        "checkpoint",
+        "columns",
+        "data",
+        "evaluation",
+        "memory",
+        "noise",
+    ),
+    *("offers", "offers.json", "pending", "progress.jsonl", "secret", "survivors-*.json"),
+)
 ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
     "secure.dropouts": SETTING,
@@ -491,9 +509,9 @@ HEAD = """# The files of a run
   these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
-as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
-words. All files have the time of the start of the
-run, because other times would tell how long it took.
+as it is: `verify` compares every file with its hash in the certificate, and writes the statement and the model card
+again to compare the words. Of a folder it lists files that are not of the run; nothing says who wrote them. All files
+have the time of the start of the run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
 release on one charge. So is a copy of the folder after another copy was resumed, and a folder that was put back to an

@@ -86,6 +86,19 @@ def canonical(document: Mapping[str, Any]) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
+def announced(cert: Mapping[str, Any], signer: Signer | None) -> dict[str, Any]:
+    """The certificate as it is shown in the texts beside it: it names who will sign it, and has no signature yet.
+
+    Args:
+      cert: the certificate.
+      signer: who will sign it; None for nobody.
+
+    Returns:
+      A copy.
+    """
+    return dict(cert) if signer is None else {**cert, "signature": {"key": signer.public, "signer": signer.name}}
+
+
 def signed(cert: Mapping[str, Any], signer: Signer) -> dict[str, Any]:
     """The certificate with a signature over all of its other fields. Any later change breaks the signature.
 

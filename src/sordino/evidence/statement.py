@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 from sordino.core import Adjacency, Clipping, Trust, Unit
 from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site, numbers_of, ranges
-from sordino.evidence.signing import Signer, fingerprint, signed
+from sordino.evidence.signing import Signer, announced, fingerprint, signed
+from sordino.foreign import printable_parts
 from sordino.privacy.accounting import normal
 from sordino.privacy.accounting.concentrated import SMOOTHING
 from sordino.privacy.accounting.events import DiscreteGaussian, concentrated_guess
@@ -80,6 +81,7 @@ def statement(cert: Mapping[str, Any]) -> str:
         >>> print(statement(so.certificate(plan, so.source(None), version=so.__version__)).splitlines()[0])
         # Privacy statement
     """
+    cert = printable_parts(cert)  # a name with a line break would add a line
     unit, adjacency, trust = Unit(cert["unit"]), Adjacency(cert["adjacency"]), Trust(cert["trust"])
     verdict = (
         f"**Certified: ε = {cert['epsilon']:.4g} at δ = {cert['delta']:g}.**"
@@ -157,8 +159,7 @@ def issue(cert: Mapping[str, Any], signer: Signer | None = None) -> tuple[dict[s
     Returns:
         The certificate with the hash of its statement, and the statement.
     """
-    about = {} if signer is None else {"signature": {"key": signer.public, "signer": signer.name}}
-    text = statement({**cert, **about})
+    text = statement(announced(cert, signer))
     bound = {**cert, "statement_sha256": hashlib.sha256(text.encode()).hexdigest()}
     return (bound if signer is None else signed(bound, signer)), text
 

@@ -79,7 +79,7 @@ def use(folder: Path, terms: Terms) -> None:
 
 
 def give_back(folder: Path, terms: Terms) -> None:
-    """Let the approval count again, because the run was withdrawn before its first round."""
+    """Let the approval count again, because the run that used it was withdrawn before its first round."""
     _change(folder, terms, "used", "approved")
 
 

@@ -34,13 +34,14 @@ from sordino.evidence.statement import issue
 from sordino.federation import counting, limits, readmes, robust
 from sordino.federation.config import FederationConfig, text_column
 from sordino.federation.enrolment import Enrolment
-from sordino.federation.messenger import Messenger, Transport, about, printable, reason_of
+from sordino.federation.messenger import Messenger, Transport, about, reason_of
 from sordino.federation.progress import COORDINATOR_LOCK, parsed, read_lines
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.study_queue import ASKED_AGAIN
 from sordino.federation.terms import DRAWN
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.witness import RECEIPTS, Receipts
+from sordino.foreign import printable
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training import evaluation_plan, noised_metrics

@@ -10,6 +10,7 @@ from sordino import wire
 from sordino.errors import WireError
 from sordino.federation import limits
 from sordino.federation.witness import Receipts
+from sordino.foreign import printable
 
 REASON = 200  # characters of a reason that a site gives
 POLL = 1.0  # seconds between two looks for connected sites
@@ -109,18 +110,6 @@ def read(reply: bytes, kind: str, most: int = limits.SMALL) -> wire.Message | No
 def reason_of(refusal: wire.Message) -> str:
     """Why a site refused, safe to print."""
     return printable(str(refusal.fields.get("reason")), REASON)
-
-
-def printable(text: str, most: int) -> str:
-    """A text of somebody else, cut, and without control characters, which would steer a terminal.
-
-    >>> printable("\x1b[2Jgone ε", 20)
-    '\\\\x1b[2Jgone ε'
-    >>> printable("long" * 9, 8)
-    'longlon…'
-    """
-    text = text if len(text) <= most else f"{text[: most - 1]}…"
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def about(terms: Any, **fields: Any) -> dict[str, Any]:

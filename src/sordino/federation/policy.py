@@ -124,7 +124,15 @@ def _check_options(resolved: ResolvedSpec) -> None:
 
 
 def check_data(site: SiteData, terms: Terms) -> None:
-    """Compare the terms with the data, and the cost of the plan with the allowed epsilon."""
+    """Compare the terms with the data, and the cost of the plan with the allowed epsilon, and build the model.
+
+    Args:
+      site: its own rules and data.
+      terms: what the coordinator proposes.
+
+    Raises:
+      Refused: the terms do not fit, or no plan or model follows from them.
+    """
     if terms.resolved.privacy.unit is not site.unit:
         needs = "person, because its schema names a person column" if site.unit is Unit.PERSON else str(site.unit)
         raise Refused(
@@ -140,6 +148,7 @@ def check_data(site: SiteData, terms: Terms) -> None:
     try:  # only now, because a large plan takes long to calibrate
         terms.resolved.check_images(terms.features, site.record_shape)
         plan, allowed = terms.plan, site.config.run_epsilon or site.config.epsilon
+        _ = terms.model  # before anything is written: an option may lie beyond what the model allows
         if not plan.proved:
             raise SordinoError("the plan is not proved to be private")
         if (cost := spending.client_epsilon(plan, number)) > allowed * (1 + 1e-9):

@@ -8,7 +8,6 @@ few constant texts; the details stay in the site's own log.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -47,6 +46,7 @@ from sordino.federation.site_run import SiteRun
 from sordino.federation.study_queue import StudyQueue
 from sordino.federation.terms import RUN, Terms
 from sordino.federation.witness import Mark, SiteLedger, signed_mark
+from sordino.foreign import read_json
 from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
@@ -73,7 +73,7 @@ class Site(SiteData):
     def _check_age(self, ledger: Ledger) -> None:
         """Refuse a ledger that was restored from an old copy: it misses charges that the certificates name."""
         paths = self.runs.glob("[!.]*/certificate.json")
-        ledgers = [json.loads(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
+        ledgers = [read_json(path.read_text(encoding="utf-8"))["ledger"] for path in paths]
         newest = max(ledgers, key=lambda ledger: int(ledger["rows"]), default=None)
         if newest and (problems := ledger.audit(newest["head"], newest["rows"])):
             raise LedgerError(
@@ -233,7 +233,7 @@ class Site(SiteData):
                 approvals.use(self.config.folder, terms)
             with self.ledger() as ledger:
                 self._forget_unused(ledger)
-            run = SiteRun.make(self, terms, account)
+            run = SiteRun.make(self, terms, account, approved=needs_person)
             self._open[terms.run] = run
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
         self.queue.heard(terms.run)
@@ -329,7 +329,8 @@ class Site(SiteData):
         with self.ledger() as ledger:
             if _used(ledger, run.terms.run):
                 raise Refused("order", f"run {run.terms.run} has begun, and is not withdrawn")
-        approvals.give_back(self.config.folder, run.terms)
+        if run.used_approval:
+            approvals.give_back(self.config.folder, run.terms)
         self.queue.leave(run.terms.run)
         self._forget(run.folder)
         self.note("withdrawn", run=run.terms.run)

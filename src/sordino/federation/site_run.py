@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from sordino.evidence.spent import Charge
 from sordino.evidence.statement import issue
 from sordino.federation import counting, masks, readmes, run_keys, testing
 from sordino.federation.site_data import SiteData
-from sordino.federation.terms import Terms
+from sordino.federation.terms import EVALUATED, Terms, told_by_the_coordinator
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.weights import check_weights
 from sordino.models.tally import ColumnTally
@@ -46,6 +46,7 @@ from sordino.training.private_statistics import LARGER_EPSILON, found_schema, ro
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
+APPROVED = "approved"  # a file in the folder of a run that used up an approval
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
 
@@ -60,9 +61,13 @@ class StoredMemory(NamedTuple):
 class SiteRun:
     """One run at one site: a folder in `runs/`."""
 
-    def __init__(self, site: SiteData, name: str) -> None:
+    def __init__(self, site: SiteData, name: str, terms: Terms | None = None) -> None:
+        """terms: what terms.json says, where it was read already: their plan and model are built once."""
         self.site, self.folder = site, site.runs / name
-        self.terms = Terms.read((self.folder / "terms.json").read_text(encoding="utf-8"), site.config.weights_folder)
+        if terms is None:
+            text = (self.folder / "terms.json").read_text(encoding="utf-8")
+            terms = Terms.read(text, site.config.weights_folder)
+        self.terms = terms
         self._check_weights()
         self.plan, self.model = self.terms.plan, self.terms.model
         if self.terms.cells:
@@ -84,8 +89,18 @@ class SiteRun:
             raise Refused("changed", str(error)) from None
 
     @staticmethod
-    def make(site: SiteData, terms: Terms, account: str) -> SiteRun:
-        """Create the run's folder in one step. The account pays for all of the run."""
+    def make(site: SiteData, terms: Terms, account: str, *, approved: bool = False) -> SiteRun:
+        """Create the run's folder in one step.
+
+        Args:
+          site: whose run it is.
+          terms: what was agreed; `policy.agree` has built their plan and their model.
+          account: it pays for all of the run.
+          approved: this run used up a person's approval of the study. Another run of the study may have needed none.
+
+        Returns:
+          The run.
+        """
         final = site.runs / terms.run
         new = site.runs / f".{terms.run}"
         new.mkdir(mode=0o700, exist_ok=True)
@@ -94,6 +109,8 @@ class SiteRun:
         files.write(new / "columns", json.dumps(site.columns).encode())
         files.write(new / "account", account.encode())
         files.write(new / "secret", secrets.token_bytes(32))
+        if approved:
+            files.write(new / APPROVED, b"")
         if terms.secure:
             mine = terms.run_keys[terms.names.index(site.config.name)]
             files.write(new / run_keys.FILE, run_keys.waiting(site.config.folder, mine))
@@ -101,7 +118,7 @@ class SiteRun:
         files.write(new / "spec.toml", terms.spec.encode())
         files.write(new / "README.txt", readmes.of_run(None, readmes.SITE_RUN).encode())
         files.move(new, final)
-        return SiteRun(site, terms.run)
+        return SiteRun(site, terms.run, terms)
 
     @cached_property
     def secret(self) -> bytes:
@@ -155,6 +172,11 @@ class SiteRun:
             return (self.folder / run_keys.FILE).read_bytes()
         except FileNotFoundError:
             raise Refused("order", "the run is over, or was restored without its keys") from None
+
+    @property
+    def used_approval(self) -> bool:
+        """Whether a person's approval was used up for this run."""
+        return (self.folder / APPROVED).exists()
 
     @property
     def over(self) -> bool:
@@ -437,6 +459,7 @@ class SiteRun:
             spec=self.terms.spec,
             schema=self.folder / SCHEMA if self.terms.cells else None,
             assumes=self.terms.assumptions,
+            unseen=lambda answered: told_by_the_coordinator(answered, self.plan.rounds),
         )
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
@@ -470,7 +493,17 @@ class SiteRun:
         out.mkdir(mode=0o700, exist_ok=True)
         spec = self.evaluation.spec(sha256(self.folder / "model.safetensors"))
         assumes = evaluation_plan.assumptions(self.site.config.table_schema)
-        cert = self._certify(out, self.evaluation.plan, name, who, limit, spec=spec, schema=None, assumes=assumes)
+        cert = self._certify(
+            out,
+            self.evaluation.plan,
+            name,
+            who,
+            limit,
+            spec=spec,
+            schema=None,
+            assumes=assumes,
+            unseen=lambda _: EVALUATED,
+        )
         files.write(out / "spec.toml", spec.encode())
         files.write(out / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
 
@@ -485,6 +518,7 @@ class SiteRun:
         spec: str,
         schema: Path | None,
         assumes: list[str],
+        unseen: Callable[[int], str],
     ) -> dict[str, Any]:
         """The site's certificate of what it released, signed by its key, with its statement in `out`.
 
@@ -497,9 +531,11 @@ class SiteRun:
           spec: the settings.
           schema: a file that the certificate names.
           assumes: what the certificate assumes beside what the plan assumes.
+          unseen: what the site takes from the coordinator, by the number of rounds that it answered.
         """
         model, site = self.folder / "model.safetensors", self.site
         with site.ledger() as ledger:
+            paid = len({row.round for row in ledger.rows() if row.plan == name and row.is_release})
             cert = certificate(
                 plan,
                 self.source(),
@@ -512,10 +548,9 @@ class SiteRun:
                 ledger_rows=len(ledger),
                 names=self.terms.names,
                 execution=f"as a federation of {plan.clients} sites; this is what {site.config.name} states",
-                assumes=assumes,
+                assumes=[*assumes, unseen(paid)],
             )
             spent = ledger.spent_epsilon(who, site.config.delta)
-            paid = len({row.round for row in ledger.rows() if row.plan == name and row.is_release})
         about = {"epsilon": limit, "delta": site.config.delta, "spent": spent, "rounds": paid}
         cert |= {"site": {"name": site.config.name, "client": self.mine, "data": site.dataset_id, **about}}
         cert, text = issue(cert, site.signer)  # without a key of its own, the site's certificate stays unsigned

@@ -21,6 +21,7 @@ from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError, nearest
 from sordino.evidence.certificate import STATISTICS, certificate
 from sordino.federation.weights import check_weights
+from sordino.foreign import read_json
 from sordino.methods import entry
 from sordino.methods.tally import tally_method
 from sordino.models import registry
@@ -76,6 +77,7 @@ LOCAL = (
 )
 UNSERVED = ("uncertainty",)  # the coordinator writes no intervals
 DRAWN = "Every site drew its noise from a secret source; each says so in a certificate of its own."
+EVALUATED = "The model that is named here is the one that was evaluated: the coordinator says so."
 MOST_SITES, MOST_CLASSES, MOST_BLOCKS, MOST_DERIVED = 10_000, 100_000, 10_000, 1_000
 VERSION = re.compile(r"[0-9A-Za-z.+-]{0,64}", re.ASCII)
 
@@ -100,6 +102,23 @@ def federated(values: Mapping[str, Any]) -> Spec:
             }.get(key, "")
             raise SordinoError(f"{key}: the spec of a federation must not set it; remove it.{other}")
     return Spec.of(values)
+
+
+def told_by_the_coordinator(answered: int, rounds: int) -> str:
+    """What a site's certificate assumes of the result that it names.
+
+    Args:
+      answered: the rounds that the site answered.
+      rounds: those of the plan.
+
+    Returns:
+      A sentence for the certificate.
+    """
+    return (
+        "The result of the run that is named here, a model or counts, was computed from the answers of this run alone: "
+        f"the coordinator says so, and the site cannot check it. The site answered {answered} of {rounds} rounds, and "
+        "does not see the answers of others."
+    )
 
 
 def written(spec: Spec, schema: Schema | None = None) -> str:
@@ -167,8 +186,10 @@ class Terms:
     def read(text: str, weights_folder: str = "") -> Terms:
         """Terms as `json` wrote them, for a party with its own folder of weights."""
         try:
-            values: dict[str, Any] = json.loads(text)
+            values: dict[str, Any] = read_json(text)
             unknown = sorted(values.keys() - set(TERMS_KEYS))
+        except SordinoError as error:
+            raise SordinoError(f"terms: {error}") from None
         except (TypeError, ValueError, AttributeError, RecursionError):
             raise SordinoError("terms: they are not JSON of the known keys.") from None
         if unknown:
@@ -479,12 +500,13 @@ def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
         return
     noise = path.with_name("noise")
     seeded = noise.read_text() != "" if noise.is_file() else cert["noise_source"] == "seeded"
+    stated = told_by_the_coordinator(cert["site"]["rounds"], plan.rounds) if "site" in cert else DRAWN
     rebuilt = certificate(
         plan,
         Seeded(0) if seeded else Secure(),
         version=cert["sordino"],
         names=terms.names,
         execution=cert["execution"],
-        assumes=[*([] if "site" in cert else [DRAWN]), *terms.assumptions],
+        assumes=[*terms.assumptions, stated] if "site" in cert else [stated, *terms.assumptions],
     )
     yield from differences(cert, rebuilt)

@@ -21,6 +21,7 @@ from sordino.federation.config import SiteConfig
 from sordino.federation.progress import parsed, read_lines
 from sordino.federation.site_data import SiteData
 from sordino.federation.witness import RECEIPTS
+from sordino.foreign import read_json
 from sordino.operations.status import of_site
 
 OF_A_RUN = ("certificate.json", "statement.md", "spec.toml", "terms.json", "model.safetensors", "schema.toml")
@@ -101,7 +102,7 @@ def _copy_run(run: Path, out: Path) -> None:
     """The public files of a run that is over and certified; of others nothing may leave."""
     for place, names in ((run, OF_A_RUN), (run / "evaluation", OF_AN_EVALUATION)):
         path = place / "certificate.json"
-        if not path.exists() or not json.loads(path.read_text(encoding="utf-8"))["certified"]:
+        if not path.exists() or not read_json(path.read_text(encoding="utf-8"))["certified"]:
             continue
         to = out / place.relative_to(run)
         to.mkdir(parents=True)

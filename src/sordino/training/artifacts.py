@@ -19,6 +19,7 @@ from sordino.core import Tree
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
 from sordino.evidence.signing import sha256
+from sordino.foreign import read_json
 from sordino.lazy import Tensor, torch
 from sordino.models import registry
 from sordino.models.registry import BuiltModel
@@ -177,10 +178,10 @@ def load_model(path: Path, weights: str | Path | None = None) -> SavedModel:
         raise missing(path, "model")
     try:
         with safe_open(path, framework="pt") as archive:
-            about = json.loads((archive.metadata() or {})["sordino"])
+            about = read_json((archive.metadata() or {})["sordino"])
             tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
         choice = about["model"]
-        options = json.loads(choice["options"])
+        options = read_json(choice["options"])
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
     private = RunFolder.find(path).secret()

@@ -6,15 +6,16 @@ nothing else. So `sordino verify` writes it again and compares.
 
 from __future__ import annotations
 
-import json
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sordino.core import Adjacency, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.evidence.signing import fingerprint
+from sordino.evidence.signing import Signer, announced, fingerprint
 from sordino.evidence.statement import ADVERSARY, PROTECTED
+from sordino.foreign import printable, printable_parts, read_json
 from sordino.models.registry import REGISTRY
 
 if TYPE_CHECKING:
@@ -33,23 +34,34 @@ RECORDS = (
 TEXTS = "Texts of the same kind as the training data, in the same language."
 
 
-def write(folder: Path, cert: Mapping[str, Any]) -> None:
-    """Write the card of the run whose public files lie in `folder`."""
-    (folder / NAME).write_bytes(of_folder(folder, cert).encode())
+def bind(folder: Path, cert: Mapping[str, Any], signer: Signer | None) -> dict[str, Any]:
+    """Write the card of the run whose public files lie in `folder`, and put its hash into the certificate.
+
+    Args:
+      folder: the public files.
+      cert: what `certificate` returned; nobody has signed it yet.
+      signer: who will sign it, as the card says; None for nobody.
+
+    Returns:
+      The certificate with the hash of the card.
+    """
+    data = of_folder(folder, announced(cert, signer)).encode()
+    (folder / NAME).write_bytes(data)
+    return {**cert, "card_sha256": hashlib.sha256(data).hexdigest()}
 
 
 def of_folder(folder: Path, cert: Mapping[str, Any]) -> str:
     """The card that follows from the public files of a run."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return card(cert, json.loads(lines[-1]) if lines else {}, read_header(folder / "model.safetensors"))
+    return card(cert, read_json(lines[-1]) if lines else {}, read_header(folder / "model.safetensors"))
 
 
 def read_header(path: Path) -> dict[str, Any]:
     """What a model.safetensors says of its model, without reading its parameters."""
     try:
         with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        return dict(json.loads(header["__metadata__"]["sordino"]))
+            header = read_json(file.read(int.from_bytes(file.read(8), "little")))
+        return dict(read_json(header["__metadata__"]["sordino"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
 
@@ -63,6 +75,8 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
       about: the header of the model.
     """
     schema = _schema(about["schema"]) if about.get("schema") else None
+    cert, metrics = printable_parts(cert), printable_parts(metrics)  # a name with a line break would add a line
+    about = printable_parts(about)
     classes = [str(name) for name in about["classes"]]
     target = schema.target.column if schema is not None and schema.target is not None else None
     predicts = f"the classes {', '.join(classes[:20])}{' …' if len(classes) > 20 else ''}" if classes else "a number"
@@ -72,7 +86,7 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
         size, use = f"{about['features']} tokens per text", TEXTS
     if schema is not None and schema.task in PREDICTS:
         predicts = PREDICTS[schema.task]
-    what = predicts if target is None else f"the column `{target}`: {predicts}"
+    what = predicts if target is None else f"the column `{printable(target)}`: {predicts}"
     return f"""# Model card
 
 A {about["kind"]} model of {size}, trained with the method {cert["method"]} on the data of \
@@ -226,4 +240,4 @@ def _signed(cert: Mapping[str, Any]) -> str:
 
 def _cell(text: Any) -> str:
     """Text inside a table."""
-    return " ".join(str(text).split()).replace("|", "\\|")
+    return printable(" ".join(str(text).split())).replace("|", "\\|")

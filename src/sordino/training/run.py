@@ -420,10 +420,10 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
             doubts=resolved.doubts,
             names=run.names,
         )
-    cert, text = issue(cert, signer or keys.sign)
+    signer = signer or keys.sign
+    cert, text = issue(model_card.bind(folder.public, cert, signer), signer)
     (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
-    model_card.write(folder.public, cert)
     folder.level_times()
     folder.write_readme(readme(cert, data_public=resolved.source.open))
     return cert

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ from typing import Any
 from sordino.errors import SordinoError
 from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, group_of_site, sizes_of
 from sordino.evidence.ledger import Ledger
+from sordino.evidence.public import KEPT_BY_A_PARTY
 from sordino.evidence.signing import code_sha256, sha256
 from sordino.evidence.statement import statement
 from sordino.evidence.verify import Verdict, malformed, verify
+from sordino.foreign import read_json
 from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Noiseless, source
 from sordino.privacy.plan import Plan
@@ -31,6 +34,7 @@ SIZE_PLACEHOLDER = 1_000_000  # records per client at client level, where no num
 Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 
 LEDGER_STAYS = "ledger.db, which stays with its owner"
+MOST_NAMED = 20  # files in one line
 LENGTHS = "the lengths of the answers that are sent as integers: they follow from"
 
 
@@ -45,6 +49,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
         it, the verdict lists the federation's plan as a gap.
     """
     folder = RunFolder.find(path)
+    whole = path.is_dir() or (folder.root / "public").is_dir()  # and not one file among others
     path = folder.named(path, "certificate.json")
     cert = read_certificate(path)
     verdict = verify(cert, key)
@@ -86,7 +91,22 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
             verdict.gaps.append(f"{name}, whose hash the certificate does not hold")
     verdict.problems.extend(_against_statement(cert, folder.public / "statement.md", verdict.gaps))
     verdict.problems.extend(_against_card(cert, folder.public, verdict.gaps))
+    if whole and (others := _others(folder.public, coordinators or "site" in cert)):
+        verdict.gaps.append(f"files that are not of the run: {_listed(others)}")
     return verdict
+
+
+def _others(folder: Path, of_a_party: bool) -> list[str]:
+    """Files beside a certificate that it does not name and that nothing is compared with; hidden ones aside."""
+    known = ["certificate.json", "spec.toml", "terms.json", EVALUATION_FILE, *BOUND.values()]
+    known += KEPT_BY_A_PARTY if of_a_party else []
+    names = (path.name for path in sorted(folder.iterdir()) if not path.name.startswith("."))
+    return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in known)]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
@@ -123,9 +143,11 @@ def _against_card(cert: dict[str, Any], folder: Path, gaps: list[str]) -> Iterat
 def read_certificate(path: Path) -> dict[str, Any]:
     """The content of a certificate.json."""
     try:
-        cert = json.loads(path.read_text(encoding="utf-8"))
+        cert = read_json(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise missing(path, "certificate") from None
+    except SordinoError as error:
+        raise SordinoError(f"certificate: '{path}' cannot be trusted. {error}") from None
     except (ValueError, RecursionError) as error:
         raise SordinoError(f"certificate: '{path}' is not JSON ({error}).") from None
     if not isinstance(cert, dict):
@@ -154,7 +176,7 @@ def _against_spec(
         yield from against_terms(cert, terms)
         verdict.assumed.clear()  # the plan rebuilt from the terms gives them
         with suppress(ValueError):  # terms that are not JSON are a problem already
-            if cert["secure"] and json.loads(terms.read_text(encoding="utf-8")).get("weights"):
+            if cert["secure"] and read_json(terms.read_text(encoding="utf-8")).get("weights"):
                 verdict.gaps.append(f"{LENGTHS} the weights, which are not beside it")
         return
     try:
@@ -205,7 +227,7 @@ def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: P
     try:
         if values.get("model_sha256") != cert["model_sha256"]:
             yield "spec.toml names another model than the certificate"
-        found = json.loads(path.read_text(encoding="utf-8")) if known else {}
+        found = read_json(path.read_text(encoding="utf-8")) if known else {}
         sizes = sizes_of(cert) or ()
         plan, metrics = rebuilt(values, sizes, found) if known else (plan_of(Settings.of(values), sizes), {})
         fresh = source(0 if cert["noise_source"] == "seeded" else None)
@@ -235,6 +257,7 @@ BOUND = {
     "model_sha256": "model.safetensors",
     "metrics_sha256": "metrics.jsonl",
     "statement_sha256": "statement.md",
+    "card_sha256": model_card.NAME,
     "curve_sha256": "curve.png",
     "schema_sha256": "schema.toml",
     "adapter_sha256": "adapter",

@@ -1,0 +1,87 @@
+"""Texts and JSON of somebody else: how they are shown, and how they are read.
+
+A name in a received certificate can hold control characters, which erase lines of a terminal or write new ones. A JSON
+object can hold a key twice, so that a reader sees one value and a program another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sordino.errors import SordinoError
+
+
+def printable(text: str, most: int | None = None) -> str:
+    """A text of somebody else on one line: control characters, which would steer a terminal, are spelt out.
+
+    Args:
+      text: the text.
+      most: characters that are kept; None keeps all.
+
+    Returns:
+      The text, safe to print.
+
+    >>> printable("\x1b[2Jgone ε", 20)
+    '\\\\x1b[2Jgone ε'
+    >>> printable("long" * 9, 8)
+    'longlon…'
+    """
+    text = text if most is None or len(text) <= most else f"{text[: most - 1]}…"
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def printable_parts(document: Any) -> Any:
+    """A JSON document whose texts, keys included, are all `printable`.
+
+    Args:
+      document: what JSON knows.
+
+    Returns:
+      A copy with other texts.
+
+    >>> printable_parts({"signer": ["site\\n", 1]})
+    {'signer': ['site\\\\n', 1]}
+    """
+    if isinstance(document, str):
+        return printable(document)
+    if isinstance(document, Mapping):
+        return {printable_parts(key): printable_parts(part) for key, part in document.items()}
+    if isinstance(document, Sequence):
+        return [printable_parts(part) for part in document]
+    return document
+
+
+def read_json(text: str | bytes) -> Any:
+    """The document of a JSON text in which no object has a key twice.
+
+    Args:
+      text: the JSON.
+
+    Returns:
+      The document.
+
+    Raises:
+      SordinoError: an object has a key twice.
+      ValueError: it is not JSON. A `SordinoError` is a ValueError too.
+
+    >>> read_json('{"epsilon": 0.01, "epsilon": 4}')
+    Traceback (most recent call last):
+    sordino.errors.SordinoError: JSON: the key 'epsilon' is there twice, so that readers may see different values; ...
+    """
+    return json.loads(text, object_pairs_hook=_once)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise SordinoError(
+            f"JSON: the key '{printable(twice, 60)}' is there twice, so that readers may see different values; get the "
+            "file again from its owner."
+        )
+    return found
