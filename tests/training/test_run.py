@@ -219,6 +219,39 @@ def test_an_earlier_checkpoint_is_refused(tmp_path):
         list(run.rounds(job, out))
 
 
+@pytest.mark.parametrize("change", ["edited", "swapped", "cut", "emptied", "not JSON", "missing"])
+def test_metrics_that_the_run_did_not_write_are_refused(tmp_path, change):
+    """Else a resumed run would sign them."""
+    out = tmp_path / "run"
+    job = run.prepare(Spec.of({"method": "dp-fedgd", "rounds": 4}))
+    run.start(job, out)
+    for line in run.rounds(job, out):
+        if line["round"] == 3:
+            break
+    path = out / "public" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "edited": [lines[0], json.dumps(json.loads(lines[1]) | {"accuracy": 0.999}) + "\n", lines[2]],
+        "swapped": [lines[1], lines[0], lines[2]],
+        "cut": lines[1:],
+        "emptied": [],
+        "not JSON": ["accuracy\n", *lines[1:]],
+    }
+    path.write_text("".join(changed.get(change, lines)))
+    if change == "missing":
+        path.unlink()
+    for go_on in (lambda: next(run.rounds(job, out)), lambda: run.finish(job, out, [])):
+        with pytest.raises(SordinoError, match=r"metrics.jsonl' does not hold the metrics of the 3 rounds.*put the"):
+            go_on()
+    path.write_text("".join(lines[:2]) + lines[2][:9])  # a kill may cut the last line, which the checkpoint holds
+    history = list(run.rounds(job, out))
+    assert [json.dumps(line) + "\n" for line in history[:3]] == lines
+    path.write_text("".join([*lines, json.dumps(history[3] | {"accuracy": 0.999}) + "\n", "and more\n"]))
+    run.finish(job, out, history)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == history, "what is signed is what was stored"
+    assert verify_run(out).problems == []
+
+
 @pytest.mark.parametrize("at", ["pay", "simulate.run"])
 def test_a_kill_before_the_first_round_is_stored_releases_nothing_and_goes_on(tmp_path, monkeypatch, at):
     """Between the empty checkpoint and the charge, and between the charge and round 1."""

@@ -484,10 +484,11 @@ HEAD = """# The files of a run
   through noised releases. Of a run that is not certified nothing may be published, unless its data are public; the
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
-  hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (whole paths of files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the
-  ledger of several runs lies), `audit.json` and `audit.png` (what `sordino audit OUT` found with the records
-  themselves), `lock`. Only its owner can read it, and some runs lack some of these.
+  hash of the data and signs the certificate), `schema.toml` (the schema that the run goes on with, of which the public
+  one is a copy), `timings.jsonl` (how long rounds took, which depends on the records), `secret.toml` (whole paths of
+  files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the ledger of several runs lies),
+  `audit.json` and `audit.png` (what `sordino audit OUT` found with the records themselves), `lock`. Only its owner can
+  read it, and some runs lack some of these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement again to compare the
@@ -495,7 +496,8 @@ words. All files have the time of the start of the
 run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
-release on one charge. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.
+release on one charge. A resumed run compares spec, schema and metrics in `public/` with what `private/` holds, and
+refuses others. If the whole of `private/` is put back to an earlier state, nothing on the machine can tell.
 
 A certificate is signed with a key of the run, or with `--sign-with identity.key`. `sordino verify OUT --key KEY` says
 whether KEY signed it. Without a signature anybody can make up spec, certificate and ledger that agree.
