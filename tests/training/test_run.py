@@ -552,6 +552,62 @@ def test_whole_clients_are_held_out_at_client_level(tmp_path, patients):
     assert verify_run(tmp_path / "run").problems == []
 
 
+@pytest.mark.parametrize("unit", ["record", "person", "client"])
+@pytest.mark.parametrize("partition", ["iid", "by-site", "dirichlet", "classes:2", "counts:counts.csv"])
+@pytest.mark.parametrize("how", ["private", "public_data", "uncertified", "benchmark"])
+def test_clients_made_of_private_records_are_not_certified_as_clients(tmp_path, unit, partition, how, monkeypatch):
+    """Metrics are multiples of one over the number of test records, hence tell that of all records."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    client, person = np.repeat([f"clinic-{k}" for k in range(9)], 10), np.repeat(np.arange(45), 2)
+    np.savez("d.npz", x=rng.normal(size=(90, 2)), y=rng.integers(0, 2, 90), client=client, person=person)
+    (tmp_path / "counts.csv").write_text("client,class_0,class_1\n0,9,4\n1,4,9\n")
+    if how == "benchmark" and (unit == "person" or partition in ("by-site", "counts:counts.csv")):
+        pytest.skip("benchmarks have neither sites nor persons")
+    labels = partition in ("dirichlet", "classes:2", "counts:counts.csv")
+    if unit == "person" and labels:
+        pytest.skip("persons are not divided by labels")
+    values = {"data": "digits" if how == "benchmark" else "d.npz", "partition": partition, "unit": unit}
+    values |= {"method": "dp-fedgd", "rounds": 2} | ({how: True} if how in ("public_data", "uncertified") else {})
+    values |= {} if partition in ("by-site", "counts:counts.csv") else {"clients": 5 if how == "benchmark" else 2}
+    values |= {"person": "person"} if unit == "person" else {}
+    made_of_clients, is_open = unit == "client" and partition != "by-site", how in ("public_data", "benchmark")
+    sound = is_open or not (labels or made_of_clients)
+    if how == "private" and not sound:
+        remedy = "Use partition = by-column:NAME .*or unit = record" if unit == "client" else "Use partition = iid or"
+        with pytest.raises(SordinoError, match=rf"^partition: .*{remedy}.*public_data.*uncertified = true"):
+            run.prepare(Spec.of(values))
+        return
+    _, cert, _ = finished(tmp_path / "run", **{**values, "seed": "none"})
+    assert cert["certified"] is sound
+    assert any("metrics tell how many records there are" in why for why in cert["reasons"]) is (
+        made_of_clients and not is_open
+    )
+    assert verify_run(tmp_path / "run").problems == []
+    if not sound:  # who drops the word from the spec is found out
+        spec = tmp_path / "run" / "public" / "spec.toml"
+        path = spec.with_name("certificate.json")
+        forged = json.loads(path.read_text()) | {"certified": True, "reasons": []}
+        path.write_text(json.dumps(forged))
+        spec.write_text(spec.read_text().replace("uncertified = true\n", ""))
+        assert any("certified" in problem for problem in verify_run(tmp_path / "run").problems)
+
+
+def test_metrics_at_client_level_tell_the_records_of_whole_clients_alone(tmp_path):
+    """Other records of a client that is trained on leave the test records as they are."""
+    rng, values = np.random.default_rng(0), {"partition": "by-site", "unit": "client", "method": "dp-fedgd"}
+
+    def clinics(sizes):
+        client, n = np.repeat([f"clinic-{k}" for k in range(9)], sizes), sum(sizes)
+        np.savez(tmp_path / "d.npz", x=rng.random((n, 2)), y=rng.integers(0, 2, n), client=client)
+        return run.prepare(Spec.of({**values, "data": str(tmp_path / "d.npz")})).dataset
+
+    even = clinics([10] * 9)
+    trained = int(even.site[0].removeprefix("clinic-"))
+    more = clinics([17 if k == trained else 10 for k in range(9)])
+    assert (len(even.y_test), len(more.y_test), len(more.y_train) - len(even.y_train)) == (20, 20, 7)
+
+
 def test_a_constant_guess_is_no_better_than_a_constant_guess(tmp_path):
     """0.9 in float32 is more than in float64."""
     from sordino.models.linear import Linear

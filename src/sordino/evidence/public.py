@@ -504,8 +504,9 @@ whether KEY signed it. Without a signature anybody can make up spec, certificate
 
 Data-dependent partitions (`dirichlet`, `classes`, `counts`) decide by labels who holds a record, so that clients' sizes
 would tell of them. They are certified for benchmark data and for data declared public (`public_data = true`), as a
-simulation; on other files use `iid` or `by-column`. At client level with `by-column` a part of the *clients* is held
-out for testing.
+simulation; on other files use `iid` or `by-column`. At client level such files need `by-column` or a schema's client
+column, and a part of the *clients* is held out for testing: clients that `iid` makes of records would be tested on some
+of their own, and metrics would tell how many records there are.
 
 Every field of every public file, and why it is safe (this page is made from
 `sordino.evidence.public`, and a test walks real runs for fields that are not listed):
