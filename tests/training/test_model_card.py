@@ -28,12 +28,13 @@ def place(tmp_path_factory):
         rows.append(f"{age},{rng.choice(['surgery', 'secret-ward'])},patient-{k},{'yes' if age > 55 else 'no'}")
     (place / "patients.csv").write_text("\n".join(rows) + "\n")
     (place / "schema.toml").write_text(SCHEMA)
-    for name, words in (
-        ("run", []),
-        ("seeded", ["--seed", "1"]),
-        ("client", ["--unit", "client", "--method", "dp-fedgd"]),
+    (place / "clients.toml").write_text('client = "name"\n' + SCHEMA)
+    for name, schema, words in (
+        ("run", "schema.toml", []),
+        ("seeded", "schema.toml", ["--seed", "1"]),
+        ("client", "clients.toml", ["--unit", "client", "--method", "dp-fedgd"]),
     ):
-        words += ["--data", str(place / "patients.csv"), "--schema", str(place / "schema.toml"), "--rounds", "6"]
+        words += ["--data", str(place / "patients.csv"), "--schema", str(place / schema), "--rounds", "6"]
         assert main(["run", *words, "--out", str(place / name), "--json", str(place / f"{name}.json")]) == 0
     return place
 

@@ -22,6 +22,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.plan import Plan
 from sordino.training import run
 from sordino.training.batch import run_many
+from sordino.training.folder import RunFolder
 from sordino.training.predict import load_run
 from sordino.training.private_statistics import (
     covering,
@@ -163,20 +164,164 @@ def test_a_run_is_resumed_with_the_ranges_that_it_found(place, tmp_path):
     assert verify_run(tmp_path / "run").problems == []
 
 
-def test_a_kill_after_the_ranges_were_written_releases_them_once(place, tmp_path, monkeypatch):
-    first = prepared(place, tmp_path / "run")
+def killed(*_, **__):
+    raise KeyboardInterrupt
 
-    def killed(*_):
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(run, "prepare_resolved", killed)
-    with pytest.raises(KeyboardInterrupt):
-        run.release_statistics(first, tmp_path / "run")
-    monkeypatch.undo()
-    text = (tmp_path / "run" / "public" / "schema.toml").read_text()
-    again = run.release_statistics(run.prepare(run.reopen(tmp_path / "run")), tmp_path / "run")
-    assert (tmp_path / "run" / "public" / "schema.toml").read_text() == text
-    assert len(list(run.rounds(again, tmp_path / "run"))) == 4
+# Where a kill may fall, in order: what is patched to raise, and whether counts may be drawn again after it.
+MOMENTS = {
+    "before the charge": ("pay", True),
+    "between charge and count": ("count", True),
+    "between count and private schema": ("files.write", True),
+    "between private schema and checkpoint": ("prepare_resolved", False),
+    "between checkpoint and its mark": ("Ledger.mark", False),
+    "between checkpoint and public schema": ("artifacts.add_timing", False),
+    "after the count": ("", False),
+}
+STORED = [moment for moment, (_, again) in MOMENTS.items() if not again]
+
+
+def begun(place, out, moment):
+    """A run that was killed at a moment of its count."""
+    first = prepared(place, out)
+    with pytest.MonkeyPatch.context() as patch:
+        if MOMENTS[moment][0]:
+            patch.setattr(f"sordino.training.run.{MOMENTS[moment][0]}", killed)
+            with pytest.raises(KeyboardInterrupt):
+                run.release_statistics(first, out)
+        else:
+            run.release_statistics(first, out)
+    return out
+
+
+def resumed(out):
+    """A run after its statistics, and how often they were counted."""
+    counted, count = [], run.count
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "count", lambda *args: (counted.append(1), count(*args))[1])
+        again = run.release_statistics(run.prepare(run.reopen(out)), out)
+    return again, len(counted)
+
+
+def ended(again, out):
+    """The certificate of a run after its last round, which agrees with all files."""
+    history = list(run.rounds(again, out))
+    assert [line["round"] for line in history] == [1, 2, 3, 4]
+    cert = run.finish(again, out, history)
+    assert verify_run(out).problems == []
+    with Ledger(out / "private" / "ledger.db", read_only=True) as ledger:
+        assert [row.query for row in ledger.rows()] == ["0.0 tally", "1.0 gradient"], "paid for once"
+    return cert
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_a_kill_releases_counts_once(place, tmp_path, moment):
+    """Counts are drawn again only where nothing of them was stored, so that nothing was shown."""
+    out = begun(place, tmp_path / "run", moment)
+    kept = (out / "private" / "schema.toml").read_text()
+    shown = (out / "public" / "schema.toml").read_text()
+    anew = MOMENTS[moment][1]
+    assert bool(Schema.read(out / "private" / "schema.toml").unknown) is anew
+    if anew:
+        assert shown == kept, "nothing was shown"
+    again, counted = resumed(out)
+    assert counted == anew
+    assert anew or (out / "private" / "schema.toml").read_text() == kept
+    assert again.dataset.schema.unknown == []
+    assert (out / "public" / "schema.toml").read_bytes() == (out / "private" / "schema.toml").read_bytes()
+    assert ended(again, out)["certified"]
+
+
+@pytest.mark.parametrize("moment", STORED)
+@pytest.mark.parametrize("change", ["reset", "missing"])
+def test_a_public_schema_without_its_ranges_is_written_again_and_nothing_is_counted(place, tmp_path, moment, change):
+    out = begun(place, tmp_path / "run", moment)
+    kept, copy = (out / "private" / "schema.toml").read_text(), out / "public" / "schema.toml"
+    copy.write_text(Schema.read(place / "schema.toml").toml())
+    if change == "missing":
+        copy.unlink()
+    for _ in range(2):
+        again, counted = resumed(out)
+        assert counted == 0, "fresh noise would be a second release on one charge"
+        assert copy.read_text() == kept
+    assert ended(again, out)["certified"]
+
+
+@pytest.mark.parametrize("moment", list(MOMENTS))
+def test_an_edited_public_schema_is_refused(place, tmp_path, moment):
+    """Else the statement would say of any range that it follows from noised counts."""
+    out = begun(place, tmp_path / "run", moment)
+    copy = out / "public" / "schema.toml"
+    ranges = {"age": (20.0, 90.0), "income": (1.0, 2.0)}
+    for edited in (ranges, {"age": (20.0, 90.0), "income": None}):
+        copy.write_text(Schema.read(out / "private" / "schema.toml").with_ranges(edited).toml())
+        with pytest.raises(
+            SordinoError, match=r"public/schema.toml' changed since the run wrote it.*; delete the chang"
+        ):
+            resumed(out)
+    copy.unlink()
+    assert ended(resumed(out)[0], out)["certified"]
+
+
+def test_an_edit_of_the_public_schema_between_rounds_is_refused_or_undone(place, tmp_path):
+    out = tmp_path / "run"
+    first = run.release_statistics(prepared(place, out), out)
+    copy, steps = out / "public" / "schema.toml", run.rounds(first, out)
+    kept = copy.read_text()
+    for _ in range(2):  # the line of the statistics, and one round
+        next(steps)
+    steps.close()
+    copy.write_text(first.dataset.schema.with_ranges({"age": (20.0, 90.0)}).toml())
+    with pytest.raises(SordinoError, match="changed since the run wrote it"):
+        next(run.rounds(first, out))
+    copy.unlink()
+    history = list(run.rounds(first, out))
+    copy.write_text(first.dataset.schema.with_ranges({"age": (20.0, 90.0)}).toml())
+    run.finish(first, out, history)
+    assert copy.read_text() == kept, "the certificate names what the run went on with"
+    assert verify_run(out).problems == []
+
+
+def test_a_run_does_not_go_on_with_ranges_that_it_did_not_find(place, tmp_path):
+    """The identity of a run leaves ranges out, because it is the same before and after they were found."""
+    out = tmp_path / "run"
+    run.release_statistics(prepared(place, out), out)
+    other = Schema.read(out / "public" / "schema.toml").with_ranges({"age": (20.0, 90.0)})
+    (tmp_path / "other.toml").write_text(other.toml())
+    made = run.prepare(Spec.of({**RunFolder.of(out).settings(), "schema": str(tmp_path / "other.toml")}))
+    with pytest.raises(SordinoError, match="which it goes on with; read the spec by reopen"):
+        next(run.rounds(made, out))
+    with pytest.raises(SordinoError, match="which it goes on with; read the spec by reopen"):
+        run.finish(made, out, [])
+    again = run.release_statistics(made, out)
+    assert again.dataset.schema == Schema.read(out / "private" / "schema.toml")
+
+
+def test_a_lost_private_schema_is_refused(place, tmp_path):
+    out = begun(place, tmp_path / "run", "after the count")
+    kept = out / "private" / "schema.toml"
+    kept.write_text(Schema.read(place / "schema.toml").toml())
+    with pytest.raises(SordinoError, match=r"public/schema.toml' changed"):
+        resumed(out)
+    (out / "public" / "schema.toml").unlink()
+    with pytest.raises(SordinoError, match=r"lacks age, which round 1 found.*counting again would release it twice"):
+        resumed(out)
+    kept.unlink()
+    with pytest.raises(SordinoError, match=r"private/schema.toml' is missing.*; put it back, or start a new run"):
+        resumed(out)
+
+
+@pytest.mark.parametrize("column", ["age", "income"])
+def test_ranges_that_people_wrote_are_not_certified_as_found(place, tmp_path, column):
+    """A schema that needs no counts was never counted, and its statement would say that it was."""
+    for ranges in ({column: (20.0, 90.0)}, {"age": (20.0, 90.0), "income": (1.0, 2.0)}):
+        text = Schema.read(place / "schema.toml").with_ranges(ranges).toml()
+        (tmp_path / "schema.toml").write_text(text)
+        spec = {"data": str(place / "data.csv"), "schema": str(tmp_path / "schema.toml"), "private_statistics": 0.1}
+        made = run.prepare(Spec.of({**spec, "clients": 3, "method": "dp-fedadam", "rounds": 3}))
+        with pytest.raises(SordinoError, match="private_statistics: the schema has ranges, levels or shares already"):
+            run.start(made, tmp_path / "run")
+        assert not (tmp_path / "run").exists()
 
 
 def test_rounds_without_ranges_are_refused(place, tmp_path):

@@ -219,6 +219,39 @@ def test_an_earlier_checkpoint_is_refused(tmp_path):
         list(run.rounds(job, out))
 
 
+@pytest.mark.parametrize("change", ["edited", "swapped", "cut", "emptied", "not JSON", "missing"])
+def test_metrics_that_the_run_did_not_write_are_refused(tmp_path, change):
+    """Else a resumed run would sign them."""
+    out = tmp_path / "run"
+    job = run.prepare(Spec.of({"method": "dp-fedgd", "rounds": 4}))
+    run.start(job, out)
+    for line in run.rounds(job, out):
+        if line["round"] == 3:
+            break
+    path = out / "public" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    changed = {
+        "edited": [lines[0], json.dumps(json.loads(lines[1]) | {"accuracy": 0.999}) + "\n", lines[2]],
+        "swapped": [lines[1], lines[0], lines[2]],
+        "cut": lines[1:],
+        "emptied": [],
+        "not JSON": ["accuracy\n", *lines[1:]],
+    }
+    path.write_text("".join(changed.get(change, lines)))
+    if change == "missing":
+        path.unlink()
+    for go_on in (lambda: next(run.rounds(job, out)), lambda: run.finish(job, out, [])):
+        with pytest.raises(SordinoError, match=r"metrics.jsonl' does not hold the metrics of the 3 rounds.*put the"):
+            go_on()
+    path.write_text("".join(lines[:2]) + lines[2][:9])  # a kill may cut the last line, which the checkpoint holds
+    history = list(run.rounds(job, out))
+    assert [json.dumps(line) + "\n" for line in history[:3]] == lines
+    path.write_text("".join([*lines, json.dumps(history[3] | {"accuracy": 0.999}) + "\n", "and more\n"]))
+    run.finish(job, out, history)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == history, "what is signed is what was stored"
+    assert verify_run(out).problems == []
+
+
 @pytest.mark.parametrize("at", ["pay", "simulate.run"])
 def test_a_kill_before_the_first_round_is_stored_releases_nothing_and_goes_on(tmp_path, monkeypatch, at):
     """Between the empty checkpoint and the charge, and between the charge and round 1."""
@@ -517,6 +550,62 @@ def test_whole_clients_are_held_out_at_client_level(tmp_path, patients):
     _, cert, _ = finished(tmp_path / "run", **{**values, "unit": "client", "seed": "none"})
     assert any("clients held out as a whole" in line for line in cert["assumes"])
     assert verify_run(tmp_path / "run").problems == []
+
+
+@pytest.mark.parametrize("unit", ["record", "person", "client"])
+@pytest.mark.parametrize("partition", ["iid", "by-site", "dirichlet", "classes:2", "counts:counts.csv"])
+@pytest.mark.parametrize("how", ["private", "public_data", "uncertified", "benchmark"])
+def test_clients_made_of_private_records_are_not_certified_as_clients(tmp_path, unit, partition, how, monkeypatch):
+    """Metrics are multiples of one over the number of test records, hence tell that of all records."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    client, person = np.repeat([f"clinic-{k}" for k in range(9)], 10), np.repeat(np.arange(45), 2)
+    np.savez("d.npz", x=rng.normal(size=(90, 2)), y=rng.integers(0, 2, 90), client=client, person=person)
+    (tmp_path / "counts.csv").write_text("client,class_0,class_1\n0,9,4\n1,4,9\n")
+    if how == "benchmark" and (unit == "person" or partition in ("by-site", "counts:counts.csv")):
+        pytest.skip("benchmarks have neither sites nor persons")
+    labels = partition in ("dirichlet", "classes:2", "counts:counts.csv")
+    if unit == "person" and labels:
+        pytest.skip("persons are not divided by labels")
+    values = {"data": "digits" if how == "benchmark" else "d.npz", "partition": partition, "unit": unit}
+    values |= {"method": "dp-fedgd", "rounds": 2} | ({how: True} if how in ("public_data", "uncertified") else {})
+    values |= {} if partition in ("by-site", "counts:counts.csv") else {"clients": 5 if how == "benchmark" else 2}
+    values |= {"person": "person"} if unit == "person" else {}
+    made_of_clients, is_open = unit == "client" and partition != "by-site", how in ("public_data", "benchmark")
+    sound = is_open or not (labels or made_of_clients)
+    if how == "private" and not sound:
+        remedy = "Use partition = by-column:NAME .*or unit = record" if unit == "client" else "Use partition = iid or"
+        with pytest.raises(SordinoError, match=rf"^partition: .*{remedy}.*public_data.*uncertified = true"):
+            run.prepare(Spec.of(values))
+        return
+    _, cert, _ = finished(tmp_path / "run", **{**values, "seed": "none"})
+    assert cert["certified"] is sound
+    assert any("metrics tell how many records there are" in why for why in cert["reasons"]) is (
+        made_of_clients and not is_open
+    )
+    assert verify_run(tmp_path / "run").problems == []
+    if not sound:  # who drops the word from the spec is found out
+        spec = tmp_path / "run" / "public" / "spec.toml"
+        path = spec.with_name("certificate.json")
+        forged = json.loads(path.read_text()) | {"certified": True, "reasons": []}
+        path.write_text(json.dumps(forged))
+        spec.write_text(spec.read_text().replace("uncertified = true\n", ""))
+        assert any("certified" in problem for problem in verify_run(tmp_path / "run").problems)
+
+
+def test_metrics_at_client_level_tell_the_records_of_whole_clients_alone(tmp_path):
+    """Other records of a client that is trained on leave the test records as they are."""
+    rng, values = np.random.default_rng(0), {"partition": "by-site", "unit": "client", "method": "dp-fedgd"}
+
+    def clinics(sizes):
+        client, n = np.repeat([f"clinic-{k}" for k in range(9)], sizes), sum(sizes)
+        np.savez(tmp_path / "d.npz", x=rng.random((n, 2)), y=rng.integers(0, 2, n), client=client)
+        return run.prepare(Spec.of({**values, "data": str(tmp_path / "d.npz")})).dataset
+
+    even = clinics([10] * 9)
+    trained = int(even.site[0].removeprefix("clinic-"))
+    more = clinics([17 if k == trained else 10 for k in range(9)])
+    assert (len(even.y_test), len(more.y_test), len(more.y_train) - len(even.y_train)) == (20, 20, 7)
 
 
 def test_a_constant_guess_is_no_better_than_a_constant_guess(tmp_path):

@@ -276,7 +276,7 @@ def test_a_limit_needs_a_ledger(data, tmp_path, capsys):
 
 def test_units_and_adjacencies_do_not_add_up(data, tmp_path, capsys):
     assert train(data[0], tmp_path / "one") == 0
-    assert train(data[0], tmp_path / "two", "--unit", "client") == 2
+    assert train(data[0], tmp_path / "two", "--unit", "client", "--set", "public_data=true") == 2
     assert "counts these data at record level" in capsys.readouterr().err
     assert train(data[0], tmp_path / "three", "--adjacency", "add-remove") == 2
     assert "under replace-one, which do not add up" in capsys.readouterr().err

@@ -309,5 +309,9 @@ def test_a_run_keeps_its_schema_and_notices_another(files):
     copy = out / "public" / "schema.toml"
     copy.write_text(copy.read_text().replace("18.0", "17.0"))
     assert "schema.toml is not the one that the certificate names" in verify_run(out).problems
+    with pytest.raises(SordinoError, match=r"public/schema.toml' changed since the run wrote it"):
+        list(run.rounds(run.prepare(run.reopen(out)), out))
+    kept = out / "private" / "schema.toml"
+    kept.write_text(copy.read_text())
     with pytest.raises(SordinoError, match="changed since round"):
         list(run.rounds(run.prepare(run.reopen(out)), out))

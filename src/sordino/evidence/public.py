@@ -502,11 +502,11 @@ HEAD = """# The files of a run
   through noised releases. Of a run that is not certified nothing may be published, unless its data are public; the
   console and `OUT/README.txt` say which it is.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
-  hash of the data and signs the certificate), `timings.jsonl` (how long rounds took, which depends on the records),
-  `secret.toml` (whole paths of files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the
-  ledger of several runs lies), `lease.json` (tells this folder from its copies), `audit.json` and `audit.png` (what
-  `sordino audit OUT` found with the records themselves), `lock`. Only its owner can read it, and some runs lack some of
-  these.
+  hash of the data and signs the certificate), `schema.toml` (the schema that the run goes on with, of which the public
+  one is a copy), `timings.jsonl` (how long rounds took, which depends on the records), `secret.toml` (whole paths of
+  files and folders, and the seed of a secret schedule), `shared_ledger.json` (where the ledger of several runs lies),
+  `lease.json` (tells this folder from its copies), `audit.json` and `audit.png` (what `sordino audit OUT` found with
+  the records themselves), `lock`. Only its owner can read it, and some runs lack some of these.
 
 `sordino verify`, `predict`, `ledger show` and `run --resume` take OUT, OUT/public or a file inside. Publish `public/`
 as it is: `verify` compares every file with its hash in the certificate, and writes the statement and the model card
@@ -514,8 +514,9 @@ again to compare the words. Of a folder it lists files that are not of the run; 
 have the time of the start of the run, because other times would tell how long it took.
 
 A run that lost its checkpoint, or got an older one back, is refused: with fresh noise its rounds would be a second
-release on one charge. So is a copy of the folder after another copy was resumed, and a folder that was put back to an
-earlier state: the shared ledger (`--ledger`), or else a file in the user's state directory (`$XDG_STATE_HOME` or
+release on one charge. A resumed run compares spec, schema and metrics in `public/` with what `private/` holds, and
+refuses others. It also refuses a copy of the folder after another copy was resumed, and a folder that was put back to
+an earlier state: the shared ledger (`--ledger`), or else a file in the user's state directory (`$XDG_STATE_HOME` or
 `~/.local/state`, in `sordino/runs/`), knows which copy goes on and how many rounds it has done. What remains: without
 `--ledger`, copies that are resumed on two machines, by two users, or in containers that forget their state directory;
 and whoever puts that file or the shared ledger back together with the folder. Data that everybody may see need neither.
@@ -525,8 +526,9 @@ whether KEY signed it. Without a signature anybody can make up spec, certificate
 
 Data-dependent partitions (`dirichlet`, `classes`, `counts`) decide by labels who holds a record, so that clients' sizes
 would tell of them. They are certified for benchmark data and for data declared public (`public_data = true`), as a
-simulation; on other files use `iid` or `by-column`. At client level with `by-column` a part of the *clients* is held
-out for testing.
+simulation; on other files use `iid` or `by-column`. At client level such files need `by-column` or a schema's client
+column, and a part of the *clients* is held out for testing: clients that `iid` makes of records would be tested on some
+of their own, and metrics would tell how many records there are.
 
 Every field of every public file, and why it is safe (this page is made from
 `sordino.evidence.public`, and a test walks real runs for fields that are not listed):

@@ -7,7 +7,9 @@ anything about its round is shown.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,38 +45,80 @@ class Progress(NamedTuple):
     history: list[dict[str, Any]]
 
 
-def store(folder: RunFolder, identity: str, tree: Tree, metrics: dict[str, Any] | None) -> None:
-    """Replace the checkpoint in one step. tree: (the engine's checkpoint, theta), or () before the first round."""
+def digest(history: Iterable[dict[str, Any]], before: str = "") -> str:
+    """Hash of the metrics of all rounds, each line chained to the hash of those before it.
+
+    Args:
+      history: the lines.
+      before: the hash of the lines before them; empty where there are none.
+
+    Returns:
+      The hash in hexadecimal digits; `before` without lines.
+    """
+    for line in history:
+        before = hashlib.sha256(f"{before}{json.dumps(line)}".encode()).hexdigest()
+    return before
+
+
+def store(folder: RunFolder, identity: str, tree: Tree, metrics: dict[str, Any] | None, before: str = "") -> str:
+    """Replace the checkpoint in one step.
+
+    Args:
+      folder: of the run.
+      identity: of its spec and data.
+      tree: (the engine's checkpoint, theta), or () before the first round.
+      metrics: the line of the last round; None before the first.
+      before: `digest` of the lines before it, which public/ alone holds.
+
+    Returns:
+      `digest` with this line.
+    """
     # Durable: a power cut must not bring an older round back.
+    packed = np.frombuffer(pack(tree), np.uint8)
     with files.replacing(folder.private / "checkpoint.npz") as temporary, open(temporary, "wb") as file:
-        np.savez(file, identity=identity, line=json.dumps(metrics), tree=np.frombuffer(pack(tree), np.uint8))
+        np.savez(file, identity=identity, line=json.dumps(metrics), before=before, tree=packed)
+    return digest([] if metrics is None else [metrics], before)
 
 
 def restore(folder: RunFolder, identity: str) -> Progress:
-    """How far the run is. Another spec or other data than those of the rounds done are refused, because the certificate
-    would describe noise that was not added."""
+    """How far the run is.
+
+    Args:
+      folder: of the run.
+      identity: of the spec and data at hand. Others than those of the rounds done are refused, because the certificate
+        would describe noise that was not added.
+
+    Raises:
+      SordinoError: the checkpoint cannot be read, or is of another spec or other data, or the public metrics are not
+        those that the run wrote.
+    """
     path, metrics = folder.private / "checkpoint.npz", folder.public / "metrics.jsonl"
     try:
         with np.load(path, allow_pickle=False) as archive:
-            known, last = str(archive["identity"]), json.loads(str(archive["line"]))
+            known, last, before = str(archive["identity"]), json.loads(str(archive["line"])), str(archive["before"])
             tree = unpack(archive["tree"].tobytes())
         done = int(last["round"]) if last else 0
-        # A kill may fall between the checkpoint and its line, or inside the line: the checkpoint holds the last line.
-        lines = metrics.read_text().splitlines()[: done - 1] if done and metrics.exists() else []
-        history = [*map(json.loads, lines), last] if last else []
     except Exception as error:  # a damaged archive fails in many ways
         raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
     if known != identity:
         raise SordinoError(
             f"resume: spec.toml or the data changed since round {done} of '{folder.root}'; start a new run."
         )
-    if len(history) != done:
-        raise SordinoError(f"resume: '{metrics}' lacks some of the {done} rounds done; start a new run.")
     if not done:
-        return Progress(0, tree, None, history)
+        return Progress(0, tree, None, [])
+    # A kill may fall between the checkpoint and its line, or inside the line: the checkpoint holds the last line.
+    try:
+        lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()[: done - 1]]
+    except (OSError, ValueError):
+        lines = []
+    if len(lines) != done - 1 or digest(lines) != before:
+        raise SordinoError(
+            f"resume: '{metrics}' does not hold the metrics of the {done} rounds done as the run wrote them; put the "
+            "file back as it was, or start a new run."
+        )
     if not (isinstance(tree, tuple) and len(tree) == 2 and isinstance(tree[1], Tensor)):
         raise SordinoError(f"resume: '{path}' is of round {done} and holds no model; start a new run.")
-    return Progress(done, tree[0], tree[1], history)
+    return Progress(done, tree[0], tree[1], [*lines, last])
 
 
 def add_timing(folder: RunFolder, done: int, seconds: float) -> None:

@@ -16,7 +16,7 @@ from sordino.evidence.signing import RunKey
 from sordino.settings import read_toml
 
 EVALUATION_FILE = "evaluation.json"  # what a private evaluation found
-SCHEMA = "schema.toml"  # the public copy of the schema of a table
+SCHEMA = "schema.toml"  # the schema of a table: in private/ the one that a run goes on with, in public/ its copy
 
 UNFINISHED = """This run is not finished. Continue it with: sordino run --resume {root}
 Publish nothing of it before it is finished. This file then says what may be published.
@@ -166,6 +166,51 @@ class RunFolder(NamedTuple):
         private/secret.toml is not at hand."""
         secret = self.private / "secret.toml"
         return read_toml(secret) if secret.is_file() else {}
+
+    def kept_schema(self) -> Path:
+        """The schema that a resumed run goes on with, with what noised counts found.
+
+        Returns:
+          private/schema.toml.
+
+        Raises:
+          SordinoError: the file is missing.
+        """
+        path = self.private / SCHEMA
+        if not path.is_file():
+            raise SordinoError(
+                f"resume: '{path}' is missing, and without it nobody can tell which schema the run began with, and "
+                "what its counts found; put it back, or start a new run."
+            )
+        return path
+
+    def check_schema(self) -> None:
+        """Refuse a public copy of the schema that is not the run's own. It may be missing, or still lack what noised
+        counts found, because a kill may have come before it was written.
+
+        Raises:
+          SordinoError: the copy is another one, or private/schema.toml is missing.
+        """
+        from sordino.data.schema import Schema
+
+        kept, copy = self.kept_schema(), self.public / SCHEMA
+        own = (kept.read_bytes(), Schema.read(kept).without_ranges.toml().encode())
+        if copy.is_file() and copy.read_bytes() not in own:
+            raise SordinoError(
+                f"resume: '{copy}' changed since the run wrote it, and the run goes on with '{kept}'; delete the "
+                "changed file, and the resumed run writes it again, or start a new run with another schema."
+            )
+
+    def show_schema(self) -> None:
+        """Write the public copy of the schema, as private/ has it.
+
+        Raises:
+          SordinoError: private/schema.toml is missing.
+        """
+        kept = self.kept_schema().read_bytes()
+        copy = self.public / SCHEMA
+        if not copy.is_file() or copy.read_bytes() != kept:
+            files.write(copy, kept)
 
     def write_private(self, name: str, text: str) -> None:
         """Write a new private file."""

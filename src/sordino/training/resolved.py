@@ -541,20 +541,31 @@ class ResolvedSpec:
     @property
     def doubts(self) -> list[str]:
         """Why no run on these data with this partition can be certified; empty if it can."""
-        if self.source.open or not self.partition.reads_labels:
+        if self.source.open or self.partition.by_site:
             return []
-        name = _without_folders(self.source.name)
-        return [
-            f"partition {self.partition.law} reads the labels of '{name}', so that the clients' sizes "
-            "depend on its records, where the guarantee takes them as public and fixed"
-        ]
+        name, found = _without_folders(self.source.name), []
+        if self.partition.reads_labels:
+            found.append(
+                f"partition {self.partition.law} reads the labels of '{name}', so that the clients' sizes "
+                "depend on its records, where the guarantee takes them as public and fixed"
+            )
+        if self.privacy.unit is Unit.CLIENT:
+            found.append(
+                f"partition {self.partition.law} makes clients of the records of '{name}' and tests on some of them, "
+                "so that metrics tell how many records there are, and each client's records depend on those of the "
+                "others, where unit = client takes them as hidden and its own"
+            )
+        return found
 
     def check_certifiable(self) -> None:
         """Refuse a run that asks for a certificate where nothing can be certified."""
         if self.doubts and not (self.uncertified or self.noiseless or self.seed is not None):
+            use = "partition = iid or by-column:NAME"
+            if self.privacy.unit is Unit.CLIENT:
+                use = "partition = by-column:NAME (or the schema's client column), or unit = record or person"
             raise SordinoError(
-                f"partition: {self.doubts[0]}. Use partition = iid or by-column:NAME; or set public_data = true, if "
-                "everybody may see these records; or uncertified = true (--set uncertified=true)."
+                f"partition: {self.doubts[0]}. Use {use}; or set public_data = true, if everybody may see these "
+                "records; or uncertified = true (--set uncertified=true)."
             )
 
     @property

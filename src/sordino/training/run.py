@@ -6,6 +6,9 @@ Copies of the folder do not do the same rounds either: one of them has the lease
 The plan is charged once, after an empty checkpoint was stored: a charged ledger without its checkpoint is refused,
 because another model would be another release.
 
+A resumed run reads nothing from `public/` that `private/` does not vouch for: spec and data by the identity in the
+checkpoint, metrics by their digest there. The schema, with what noised counts found, is that in `private/`.
+
 What a certified run may publish lies in `public/`, what no run may publish in `private/` (`evidence.public`
 lists every public field). README.txt says which of the two a finished run is.
 Every hash of the data is keyed by `private/run.key`.
@@ -199,13 +202,30 @@ def join_ledger(
 
 
 def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:
-    """Create the run directory. shared: the ledger of several runs, which the run is charged to as well."""
+    """Create the run directory.
+
+    Args:
+      run: the run.
+      out: a new or empty directory.
+      shared: the ledger of several runs, which the run is charged to as well.
+
+    Raises:
+      SordinoError: the directory is not empty, or the schema has what noised counts are to find already.
+    """
     if out.exists() and any(out.iterdir()):
         raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
+    schema = run.dataset.schema
+    if run.unscaled is not None and schema is not None and schema != schema.without_ranges:
+        raise SordinoError(
+            "private_statistics: the schema has ranges, levels or shares already that noised counts are to find, and "
+            "the certificate would say that they were counted; leave them out of the schema, or leave "
+            "private_statistics out."
+        )
     folder = RunFolder.of(out)
     folder.make(*run.resolved.published(run.plan))
     if run.dataset.schema is not None:
-        (folder.public / SCHEMA).write_text(run.dataset.schema.toml(), encoding="utf-8")
+        folder.write_private(SCHEMA, run.dataset.schema.toml())
+        folder.show_schema()
     if shared is not None:
         folder.write_private(SHARED, shared_ledger.store(shared))
 
@@ -217,11 +237,14 @@ def shared_of(run: PreparedRun, out: Path) -> SharedLedger | None:
 
 
 def reopen(out: Path) -> Spec:
-    """The spec of a run, its secret part included."""
+    """The spec of a run, its secret part included. Its schema is that in private/."""
     folder = RunFolder.find(out)
     if folder.root == folder.public or not (folder.public / "spec.toml").is_file():
         raise SordinoError(f"--resume: '{out}' holds no run (no public/spec.toml); check the path.")
-    return Spec.of(folder.settings())
+    values = folder.settings()
+    if "schema" in values:
+        values["schema"] = str(folder.kept_schema().absolute())
+    return Spec.of(values)
 
 
 def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
@@ -235,11 +258,14 @@ def pay(run: PreparedRun, ledger: Ledger, identity: str) -> None:
 def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
     """Find the ranges that the schema leaves open, by the first round of the plan. A run without such columns stays.
 
-    The charge is stored first, then the schema with its ranges (replaced atomically): a schema with ranges was released
-    already, and is not found again.
+    The charge is stored first, then the schema with its ranges in private/, then the checkpoint, and the public copy
+    last. A kill before the schema is stored showed nothing, so that counts are drawn again; after that they are not.
 
     Returns:
       The run with its records scaled by these ranges.
+
+    Raises:
+      SordinoError: the schema in private/ is missing or an older one, or the public copy is another one.
     """
     if run.unscaled is None:
         return run
@@ -251,15 +277,18 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
         ledger = stack.enter_context(Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]))
         progress, lease = _begin(run, folder, ledger, identity, stack)
         began = time.perf_counter()
-        stored = Schema.read(folder.public / SCHEMA)
-        if stored.unknown:
-            stored = count(run, stored)
-            if lease is not None:
-                lease.keep(0)  # the counts are not shown yet
-            files.write(folder.public / SCHEMA, stored.toml().encode())
-        elif progress.done:
-            return run
-        found = replace(prepare_resolved(run.resolved.with_schema(stored)), plan=run.plan, source=run.source)
+        kept = Schema.read(folder.kept_schema())
+        if kept.unknown and progress.done:
+            raise SordinoError(
+                f"resume: '{folder.kept_schema()}' lacks {kept.unknown[0]}, which round 1 found and may have shown; "
+                "counting again would release it twice. Put the file back as it was, or start a new run."
+            )
+        if kept.unknown:
+            kept = count(run, kept)
+            files.write(folder.private / SCHEMA, kept.toml().encode())
+        found = run
+        if run.dataset.schema != kept:
+            found = replace(prepare_resolved(run.resolved.with_schema(kept)), plan=run.plan, source=run.source)
         if not progress.done:
             checkpoint = after_count(found)
             line = {"round": 1, "epsilon": finite(spending.epsilon_after(run.plan, 0))}
@@ -268,6 +297,7 @@ def release_statistics(run: PreparedRun, out: Path) -> PreparedRun:
                 lease.keep(1)
             ledger.mark(identity, 1)
             artifacts.add_timing(folder, 1, time.perf_counter() - began)
+        folder.show_schema()
     return found
 
 
@@ -302,11 +332,11 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             limit = (None, None) if fixed_noise else (run.plan.privacy.epsilon, run.plan.privacy.delta)
             ledger = stack.enter_context(Ledger(folder.private / "ledger.db", epsilon=limit[0], delta=limit[1]))
             progress, lease = _begin(run, folder, ledger, identity, stack)
-            lines = "".join(json.dumps(line) + "\n" for line in progress.history)
-            (folder.public / "metrics.jsonl").write_text(lines)
+            _show(run, folder, progress)
             seconds = artifacts.total_seconds(folder)
         team.tell(progress.done, progress.checkpoint)
         yield from progress.history
+        digest = artifacts.digest(progress.history)
         x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
         began = time.perf_counter() - seconds
         for this_round in simulate.run(
@@ -330,7 +360,7 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
                 "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
-                artifacts.store(folder, identity, (this_round.checkpoint, this_round.model), line)
+                digest = artifacts.store(folder, identity, (this_round.checkpoint, this_round.model), line, digest)
                 if lease is not None:
                     lease.keep(done)
                 ledger.mark(identity, done)
@@ -338,6 +368,19 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
                     file.write(json.dumps(line) + "\n")
                 artifacts.add_timing(folder, done, time.perf_counter() - began)
             yield line
+
+
+def _show(run: PreparedRun, folder: RunFolder, progress: Progress) -> None:
+    """Write the public schema and metrics, as private/ has them."""
+    if run.dataset.schema is not None:
+        if run.dataset.schema.toml() != Schema.read(folder.kept_schema()).toml():
+            raise SordinoError(
+                f"resume: the schema of the run is not '{folder.kept_schema()}', which it goes on with; read the spec "
+                "by reopen, or start a new run."
+            )
+        folder.show_schema()
+    lines = "".join(json.dumps(line) + "\n" for line in progress.history)
+    (folder.public / "metrics.jsonl").write_text(lines)
 
 
 def _line(scores: dict[str, float]) -> dict[str, float | None]:
@@ -355,6 +398,8 @@ def _begin(
     removed, and the rounds after it may have been seen: with fresh noise they would be released a second time. A kill
     between the charge and the first round leaves the empty checkpoint, and nothing was shown.
     """
+    if run.dataset.schema is not None:
+        folder.check_schema()
     path, charged = folder.private / "checkpoint.npz", len(ledger) > 0
     if not path.exists():
         metrics, model = folder.public / "metrics.jsonl", folder.public / "model.safetensors"
@@ -395,6 +440,7 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     progress = artifacts.restore(folder, run.identity(keys.identity))
     if progress.theta is None:
         raise SordinoError(f"out: no round of '{out}' is done yet; train it first.")
+    _show(run, folder, progress)
     path = folder.public / "model.safetensors"
     known = (life_table(run, progress.checkpoint), coefficient_intervals(run, progress.checkpoint))
     save_model(path, resolved, run.dataset, run.model, progress.theta, *known)
