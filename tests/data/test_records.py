@@ -300,7 +300,7 @@ def test_labels_of_a_client_are_checked_when_it_is_loaded():
     records.fused(np.array([1]), np.ones(3))
     records.check_fits(Linear(4, 2))
     records.shard(0)
-    words = "clients: client 1 does not fit the model. y: the label 2 is out of range: the model has 2 classes"
+    words = r"clients: client 1 does not fit the model\. y: the label 2 is out of range: the model has 2 classes"
     for load in (
         lambda: records.shard(1),
         lambda: records.fused(np.array([1]), np.ones(3)),
@@ -309,14 +309,14 @@ def test_labels_of_a_client_are_checked_when_it_is_loaded():
     ):
         with pytest.raises(SordinoError, match=words):
             load()
-    with pytest.raises(SordinoError, match="client 2 does not fit the model. y: the label -1 is out of range"):
+    with pytest.raises(SordinoError, match=r"client 2 does not fit the model\. y: the label -1 is out of range"):
         records.shard(2)
 
 
 def test_a_run_checks_labels_that_are_loaded_on_demand():
     records = Lazy.of((2, 2), lambda i: (torch.ones(2, 4), torch.tensor([0, 5 * i])))
     plan = Plan(build("dp-fedgd"), 2, (2, 2), Privacy())
-    with pytest.raises(SordinoError, match="client 1 does not fit the model. y: the label 5 is out of range"):
+    with pytest.raises(SordinoError, match=r"client 1 does not fit the model\. y: the label 5 is out of range"):
         list(simulate.run(plan, Linear(4, 3), records, Seeded(0)))
 
 

@@ -372,7 +372,7 @@ def test_refusals_name_the_remedy(net, options, word):
 
 
 class Chosen(nn.Module):
-    """Mutants of `check=False`: a layer whose rows are selected by the data, and one that reads a little of other rows."""
+    """Mutants: a layer whose rows are selected by the data, and one that reads a little of other rows."""
 
     def __init__(self, way):
         super().__init__()

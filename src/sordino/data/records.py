@@ -379,7 +379,7 @@ class Lazy:
             model: The model; records that are loaded later must fit it.
 
         Raises:
-            SordinoError: The number of features does not fit. `shard`, and all that loads clients, raises it for labels.
+            SordinoError: The number of features does not fit. What loads a client raises it for its labels.
         """
         Records(self.x, self.x.new_zeros(0), np.zeros(1, np.int64)).check_fits(model)
         if not (self._model and self._model[0] is model):

@@ -134,14 +134,14 @@ def _moved(theta: Tensor) -> Tensor:
     return theta + 0.01 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).to(theta)
 
 
-class _Shapes(TorchDispatchMode):
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes operations whose products have as many rows as the data say: selections, and groups of rows.
 
     `index` alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
