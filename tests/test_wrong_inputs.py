@@ -145,7 +145,7 @@ def test_labels_that_fit():
     records(np.array([0.0, 1.0])).check_fits(Linear(4, 1, Loss.LOGISTIC))
     records(np.array([-3, 4])).check_fits(Linear(4, 1, Loss.SQUARES))
     records(np.array([-3.5, 1e9])).check_fits(Linear(4, 1, Loss.SQUARES))
-    Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(4, 3))
+    Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2).long())).check_fits(Linear(4, 3))
     with pytest.raises(SordinoError, match="x: 4 features"):
         Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_fits(Linear(3, 3))
 

@@ -68,6 +68,21 @@ def check_number(name: str, value: object) -> None:
         raise SordinoError(f"{name}: {value!r} must be a number.")
 
 
+def is_whole(value: object) -> bool:
+    """Whether the value is a whole number by its type, which 2.0 and True are not.
+
+    Args:
+        value: The value.
+
+    Returns:
+        True for an int, or for an integer of numpy.
+
+    Raises:
+        Nothing.
+    """
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
 class Adjacency(StrEnum):
     """Neighbouring data: one unit joins or leaves, or one is swapped for another. Sizes stay public either way.
 
@@ -153,6 +168,9 @@ class Privacy:
             )
         if not 0 < self.delta <= MOST_DELTA:
             raise SordinoError(f"delta: {self.delta} must lie in (0, {MOST_DELTA:g}]; 1e-5 is usual.")
+        for name, count in (("person_records", self.person_records), ("person_clients", self.person_clients)):
+            if not is_whole(count):
+                raise SordinoError(f"{name}: {count!r} must be a whole number.")
         if not 1 <= self.person_records <= MOST_PERSON_RECORDS:
             raise SordinoError(f"person_records: {self.person_records} must lie between 1 and {MOST_PERSON_RECORDS}.")
         if not 1 <= self.person_clients <= MOST_PERSON_CLIENTS:
@@ -169,6 +187,11 @@ class Privacy:
         if self.epsilon == math.inf and self.client_epsilon:
             raise SordinoError("client_epsilon: with epsilon = inf nobody adds noise; give the federation an epsilon.")
         for client, epsilon in self.client_epsilon.items():
+            if not is_whole(client):
+                raise SordinoError(
+                    f"client_epsilon: {client!r} is no client's number; write whole numbers from 0, as in {{0: 0.5}}."
+                )
+            check_number(f"client_epsilon: client {client}", epsilon)
             if not 0 < epsilon <= self.epsilon:
                 raise SordinoError(
                     f"client_epsilon: client {client} asks for {epsilon}; a request must lie in (0, {self.epsilon}]: "

@@ -291,6 +291,35 @@ def test_a_client_that_holds_another_number_of_records_is_refused():
         records.shard(1)
 
 
+def test_labels_of_a_client_are_checked_when_it_is_loaded():
+    """Of every client, for the model of the last run; also of clients that another model's run has loaded."""
+    labels = {0: [0, 1], 1: [0, 2], 2: [0, -1]}
+    records = Lazy.of((2, 2, 2), lambda i: (torch.ones(2, 4), torch.tensor(labels[i])))
+    records.check_fits(Linear(4, 3))
+    assert records.shard(1).y.tolist() == [0, 2]
+    records.fused(np.array([1]), np.ones(3))
+    records.check_fits(Linear(4, 2))
+    records.shard(0)
+    words = r"clients: client 1 does not fit the model\. y: the label 2 is out of range: the model has 2 classes"
+    for load in (
+        lambda: records.shard(1),
+        lambda: records.fused(np.array([1]), np.ones(3)),
+        lambda: records.buckets(np.array([0, 1])),
+        lambda: records.picked(np.array([1]), [np.array([0])]),
+    ):
+        with pytest.raises(SordinoError, match=words):
+            load()
+    with pytest.raises(SordinoError, match=r"client 2 does not fit the model\. y: the label -1 is out of range"):
+        records.shard(2)
+
+
+def test_a_run_checks_labels_that_are_loaded_on_demand():
+    records = Lazy.of((2, 2), lambda i: (torch.ones(2, 4), torch.tensor([0, 5 * i])))
+    plan = Plan(build("dp-fedgd"), 2, (2, 2), Privacy())
+    with pytest.raises(SordinoError, match=r"client 1 does not fit the model\. y: the label 5 is out of range"):
+        list(simulate.run(plan, Linear(4, 3), records, Seeded(0)))
+
+
 def test_clients_of_equal_size_are_a_view_and_others_are_padded():
     x, y = torch.randn(12, 3), torch.arange(12)
     equal = Records.of(x, y, np.repeat([0, 1, 2], 4))

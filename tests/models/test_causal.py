@@ -1,5 +1,6 @@
 """Causal language models: one sequence is one record, and its loss is clipped as one."""
 
+import copy
 import json
 
 import numpy as np
@@ -13,8 +14,9 @@ from sordino.core import SAFETY, Adjacency, Shard
 from sordino.data.text import sequences, tokenize
 from sordino.errors import SordinoError
 from sordino.models import causal
-from sordino.models.lora import load_peft, module_of, save_peft
+from sordino.models.lora import adapt, load_peft, module_of, save_peft
 from sordino.models.torch_model import TorchModel
+from sordino.models.transformers import routing
 from tests.support import language
 
 LENGTH = 10
@@ -256,3 +258,30 @@ def test_a_classifier_is_no_language_model(model):
         causal.perplexity(TorchModel(torch.nn.Linear(3, 2)), torch.zeros(8), torch.ones(2, 3))
     with pytest.raises(SordinoError, match="tokens 0, most 20"):
         causal.generate(model, model.init(), [])
+
+
+def test_a_model_that_routes_tokens_to_experts_is_refused_by_name(tmp_path, folder):
+    """Its folder names them in a field; without the field, a layer does. Layers of a dense model do not."""
+    from transformers import GPT2LMHeadModel, MixtralForCausalLM
+
+    routed = language.mixtral(tmp_path)
+    with pytest.raises(SordinoError, match=r"routes tokens to experts \(num_local_experts = 4\).*use a model without"):
+        causal.build(routed, length=LENGTH)
+    network = MixtralForCausalLM.from_pretrained(routed)
+    assert routing(network) == "num_local_experts = 4"
+    network.config.num_local_experts = 1
+    assert "layer model.layers.0.mlp" in routing(network)
+    assert routing(GPT2LMHeadModel.from_pretrained(folder)) == ""
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_a_model_that_routes_tokens_to_experts_is_refused_by_what_it_computes(tmp_path, autocast):
+    """By the shapes of one pass, for networks that no name gives away, and without the check of gradients."""
+    from transformers import MixtralForCausalLM
+
+    network = MixtralForCausalLM.from_pretrained(language.mixtral(tmp_path))
+    for way in ("grouped_mm", "eager"):
+        network.config._experts_implementation = way
+        adapted = adapt(copy.deepcopy(network), head=[], rank=2)
+        with pytest.raises(SordinoError, match="depends on the data, as where a layer routes tokens to experts"):
+            TorchModel(causal.Sequences(adapted, 0, True), shape=(LENGTH,), autocast=autocast, check=False)

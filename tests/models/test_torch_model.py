@@ -371,6 +371,36 @@ def test_refusals_name_the_remedy(net, options, word):
         TorchModel(net(), **options)
 
 
+class Chosen(nn.Module):
+    """Mutants: a layer whose rows are selected by the data, and one that reads a little of other rows."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layer = way, nn.Linear(6, 3)
+
+    def forward(self, x):
+        z = self.layer(x)
+        if self.way == "mask":
+            positive = x[:, 0] > 1.1
+            z = z.index_add(0, positive.nonzero()[:, 0], self.layer(x[positive]))
+        if self.way == "rows":
+            z = z + 1e-6 * x.mean(0)[:3]
+        if self.way == "numbers":  # as an embedding or a shift of positions does
+            z = z[:, torch.tensor([2, 0, 1])]
+        return z
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_rows_that_meet_are_refused_without_the_check_of_gradients(autocast):
+    """In the type of the run: in float64, with a tolerance of 1e-4, the second one passes."""
+    net = {way: Chosen(way).float() for way in ("mask", "rows", "numbers")}
+    with pytest.raises(SordinoError, match=r"aten\.(index|nonzero).* depends on the data, .* torch\.where in place"):
+        TorchModel(net["mask"], shape=(6,), autocast=autocast, check=False)
+    with pytest.raises(SordinoError, match="its output for one row depends on the other rows"):
+        TorchModel(net["rows"], shape=(6,), autocast=autocast, check=False)
+    assert TorchModel(net["numbers"], shape=(6,), autocast=autocast, check=False).outputs == 3
+
+
 def test_batch_norm_converts():
     net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
     net[1].weight.data = torch.arange(8.0)

@@ -30,12 +30,13 @@ from sordino.core import (
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
+from sordino.evidence.certificate import certificate
 from sordino.evidence.charges import charges
 from sordino.methods import build
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import calibration, releases, spending
 from sordino.privacy.accounting import correlated, gaussian
-from sordino.privacy.mechanisms.random import Noiseless, Seeded
+from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan, continues_stream
 from sordino.rules import ema, scale
@@ -732,3 +733,38 @@ def test_a_rule_may_keep_the_state_it_inherits():
     idle = Rule(stateless, lambda g, state, theta, t: (torch.zeros_like(theta), state))
     lazy = method(stage(gradient())._replace(rule=idle))
     assert spending.groups(plan(method=lazy)) == spending.groups(plan())
+
+
+@pytest.mark.parametrize(
+    ("options", "promise", "why"),
+    [
+        ({"rounds": 2.5}, {}, r"rounds: 2\.5 must be a whole number"),
+        ({"rounds": True}, {}, "rounds: True must be a whole number"),
+        ({"rounds": math.nan}, {}, "rounds: nan must be a whole number"),
+        ({"schedule_seed": 1.5}, {}, r"schedule_seed: 1\.5 must be a whole number"),
+        ({"sizes": (3, 100.5)}, {}, r"sizes: client 1 has 100\.5 records; give a whole number below"),
+        ({"sizes": (math.nan, 3)}, {}, "sizes: client 0 has nan records"),
+        ({"sizes": (3, math.inf)}, {}, "sizes: client 1 has inf records"),
+        ({"sizes": (3, 2**60)}, {}, "sizes: client 1 has 1152921504606846976 records"),
+        ({}, {"client_epsilon": {"0": 0.5}}, "client_epsilon: '0' is no client's number; write whole numbers from 0"),
+        ({}, {"client_epsilon": {0.5: 0.5}}, r"client_epsilon: 0\.5 is no client's number"),
+        ({}, {"client_epsilon": {True: 0.5}}, "client_epsilon: True is no client's number"),
+        ({}, {"client_epsilon": {0: "1"}}, "client_epsilon: client 0: '1' must be a number"),
+        ({}, {"person_records": 2.5}, r"person_records: 2\.5 must be a whole number"),
+        ({"sampling": "poisson:10"}, {"delta": 1e-300}, "delta: 1e-300 must be at least 1e-200 where .* batch = full"),
+        ({"sampling": "fixed:10"}, {"delta": 5e-324}, "delta: 5e-324 must be at least 1e-200"),
+    ],
+)
+def test_numbers_that_no_account_understands_are_refused_by_name(options, promise, why):
+    fields = {"rounds": 5, "sizes": (100, 80)} | options
+    with pytest.raises(SordinoError, match=why):
+        certificate(Plan(build("dp-fedgd"), privacy=Privacy(**promise), **fields), Secure(), version="0")
+
+
+def test_numbers_of_numpy_and_a_tiny_delta_without_samples_are_fine():
+    sizes = tuple(np.array([100, 80]))
+    plan = Plan(build("dp-fedgd"), np.int64(5), sizes, Privacy(delta=1e-300, client_epsilon={np.int64(1): 0.5}))
+    assert certificate(plan, Secure(), version="0")["certified"]
+    whole = Privacy(delta=1e-300, unit=Unit.CLIENT, trust=Trust.TRUSTED_SERVER)
+    with pytest.raises(SordinoError, match="delta: 1e-300 must be at least 1e-200 where records or clients are drawn"):
+        Plan(build("dp-fedgd", "client"), 5, (100, 80), whole, participation="fixed:1")

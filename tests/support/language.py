@@ -66,3 +66,22 @@ def gpt2(folder, layers=1, width=16):
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
+
+
+def mixtral(folder, **more):
+    """A mixture of experts, whose router sends each token to two of four experts."""
+    transformers = pytest.importorskip("transformers", reason="pip install sordino[transformers]")
+    import torch
+
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=tokenizer(folder, "gpt2"),
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=32,
+        pad_token_id=0,
+        eos_token_id=0,
+        **(SIZES | more),
+    )
+    transformers.MixtralForCausalLM(config).save_pretrained(folder)
+    return folder

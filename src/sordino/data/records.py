@@ -384,14 +384,25 @@ class Lazy:
     per_person: int = 1
     _kept: dict[bytes, Records] = field(default_factory=dict, repr=False, compare=False)
     _cohort: list[bytes] = field(default_factory=list, repr=False, compare=False)
+    _model: list[Model] = field(default_factory=list, repr=False, compare=False)  # that of the last `check_fits`
 
     @staticmethod
     def of(sizes: Sequence[int], load: Callable[[int], tuple[Tensor, Tensor]]) -> Lazy:
         return Lazy(tuple(sizes), load, load(0)[0][:0])
 
     def check_fits(self, model: Model) -> None:
-        """Refuse rows of another width than the model reads. Labels are checked when a client is loaded."""
+        """Refuse rows of another width than the model reads. Rows and labels of a client are checked when it is loaded.
+
+        Args:
+            model: The model; records that are loaded later must fit it.
+
+        Raises:
+            SordinoError: The number of features does not fit. What loads a client raises it for its labels.
+        """
         Records(self.x, self.x.new_zeros(0), np.zeros(1, np.int64)).check_fits(model)
+        if not (self._model and self._model[0] is model):
+            self._kept.clear()  # they were checked for another model
+            self._model[:] = [model]
 
     def check_unit(self, privacy: Privacy) -> None:
         """Refuse person level, because records that are loaded on demand are not grouped by person."""
@@ -405,6 +416,11 @@ class Lazy:
             )
         if x.dtype is not self.x.dtype:
             raise SordinoError(f"x: of type {x.dtype} at client {i}, and {self.x.dtype} at client 0; make both equal.")
+        for model in self._model:
+            try:
+                Records(x, y, np.array([0, len(x)])).check_fits(model)
+            except SordinoError as error:
+                raise SordinoError(f"clients: client {i} does not fit the model. {error}") from None
         return Shard(x, y, x.new_ones(len(x)))
 
     def keep(self, cohort: np.ndarray) -> None:

@@ -11,6 +11,7 @@ and that they belong to an actual run, and only to a reader who knows whose key 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import lru_cache
@@ -27,12 +28,14 @@ from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
-from sordino.privacy.participation import FULL, Sampling
+from sordino.privacy.participation import FULL, Participation, Sampling
 
 GUESS_TOLERANCE = 1e-3  # relative, on the chance of a right guess: both grids of losses err upwards
 OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
 RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that are recomputed
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
+NEGLIGIBLE = 1e-12  # with which an honest certificate of a drawn schedule is called too cheap
+RUNS = re.compile(r"Tuning: paid for: (\d+) runs within the one budget")  # as `private_tuning` writes it
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
 MOST_ABOVE_ALLOCATION = 0.1  # the same for allocation, whose account has wide cells where there is little noise
@@ -636,22 +639,120 @@ def _after_rounding(cert: Mapping[str, Any], query: Mapping[str, Any], moved: fl
     return step * discrete_gaussian.rounded(row * moved / step, int(query["dimension"])) / row
 
 
+class _Paid(NamedTuple):
+    """The rounds that each client of a group paid for."""
+
+    least: int
+    exact: bool  # a stream is one release of all rounds of its stage, so that their number is at least one
+
+
 def _check_rounds(cert: Mapping[str, Any], problems: list[str]) -> None:
-    """If every client pays for every round, check that the rounds of the stages add up to those of the run."""
-    hidden = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.CLIENT
-    if not (hidden or cert["sampler"]["clients"] == FULL) or any(q["stream"] for q in cert["queries"]):
-        return
-    queries = {query["query"]: query for query in cert["queries"]}
+    """Check how often each client pays against the rounds of the run and who takes part in them.
+
+    All rounds count for every client where all take part, or where sampling hides who did. Under `cyclic` they follow
+    from a client's number. A drawn schedule is not in the certificate: under `fixed` as many clients as stated pay for
+    each round, and no client, nor all together under `poisson`, may have paid for far fewer rounds than are likely.
+    """
+    runs, rounds, clients = _runs(cert), int(cert["rounds"]), int(cert["clients"])
+    law, hidden = Participation.parse(cert["sampler"]["clients"]), _hides_clients(cert)
+    if rounds % runs:
+        problems.append(f"{rounds} rounds are not the same number in each of {runs} runs")
+    total, members, exact = 0, 0, True
     for group in cert["groups"]:
-        rounds: dict[str, int] = {}
-        for r in group["releases"]:
-            query = queries[r["query"]]
-            joint = int(query["joint"]) if float(r["rate"]) < 1 else 1
-            rounds[r["query"].split(".")[0]] = int(r["times"]) * joint // int(query["calls"])
-        if sum(rounds.values()) != int(cert["rounds"]):
+        who, paid = f"clients {group['clients']}", _paid(cert, group, runs, problems)
+        total, members = total + int(group["count"]) * paid.least, members + int(group["count"]) * bool(paid.least)
+        exact &= paid.exact
+        if hidden or law.kind == FULL:
+            due = {rounds}
+        elif law.kind == "cyclic":
+            phases = _phases(_spans_of(group["clients"]), int(law.amount))
+            due = {runs * len(range(phase, rounds // runs, int(law.amount))) for phase in phases}
+        else:
+            rate, chance = law.rate(clients), NEGLIGIBLE / clients
+            if paid.exact and _unlikely(paid.least / runs, rounds // runs, rate, chance):
+                problems.append(
+                    f"{who}: they paid for {paid.least} rounds of {rounds}, too few for {law} participation"
+                )
+            continue
+        if any(paid.least > each or (paid.exact and paid.least < each) for each in due):
             problems.append(
-                f"clients {group['clients']}: they paid for {sum(rounds.values())} rounds of {cert['rounds']}"
+                f"{who}: they paid for {paid.least} rounds of {rounds}, but {law} participation makes it "
+                f"{' or '.join(map(str, sorted(due)))}"
             )
+    if hidden or law.kind not in ("fixed", "poisson"):
+        return
+    told = f"all clients together paid for {total} places in {rounds} rounds"
+    if law.kind == "fixed":
+        due_in_all = int(law.amount) * rounds
+        if (exact and total < due_in_all) or (rounds and members < law.amount):  # to pay for more is no loss of privacy
+            problems.append(f"{told}, but {law} participation makes it {due_in_all}")
+    elif exact and _unlikely(total / runs, clients * (rounds // runs), law.amount, NEGLIGIBLE):
+        problems.append(f"{told}, too few for {law} participation")
+
+
+def _paid(cert: Mapping[str, Any], group: Mapping[str, Any], runs: int, problems: list[str]) -> _Paid:
+    """What each client of a group paid for. All queries of a stage are asked in the same rounds."""
+    stages: dict[str, tuple[set[int], set[int]]] = {}
+    for query in cert["queries"]:
+        name = query["query"]
+        counted, streamed = stages.setdefault(name.split(".")[0], (set(), set()))
+        rows = [r for r in group["releases"] if r["query"] == name]
+        if len(rows) > 1:
+            problems.append(f"clients {group['clients']}: query {name} has {len(rows)} entries, and one is needed")
+        times, drawn = sum(int(r["times"]) for r in rows), any(float(r["rate"]) < 1 for r in rows)
+        if query["stream"] and not drawn:
+            streamed.add(times)
+            continue
+        each = max(int(query["calls"]) // (int(query["joint"]) if drawn else 1), 1)
+        counted.add(times // each)
+        if times % each:
+            problems.append(f"clients {group['clients']}: {times} releases of {name} are no whole number of rounds")
+    for stage, (counted, streamed) in stages.items():
+        if len({bool(times) for times in counted | streamed}) > 1 or len(counted) > 1 or not streamed <= {0, runs}:
+            problems.append(f"clients {group['clients']}: they did not pay alike for all queries of stage {stage}")
+    least = sum(min(counted) if counted else max(streamed) for counted, streamed in stages.values())
+    exact = all(counted or streamed == {0} for counted, streamed in stages.values())
+    if unknown := {r["query"] for r in group["releases"]} - {query["query"] for query in cert["queries"]}:
+        problems.append(f"clients {group['clients']}: they paid for {min(unknown)}, which is no query of this run")
+    return _Paid(least, exact)
+
+
+def _spans_of(text: str) -> list[tuple[int, int]]:
+    """The first and last client of each part of '0-4, 7'."""
+    spans = [[int(end) for end in part.split("-")] for part in text.split(", ") if part]
+    return [(span[0], span[-1]) for span in spans]
+
+
+def _phases(spans: Sequence[tuple[int, int]], step: int) -> set[int]:
+    """The remainders of the clients' numbers."""
+    return {number % step for low, high in spans for number in range(low, min(high, low + step - 1) + 1)}
+
+
+def _runs(cert: Mapping[str, Any]) -> int:
+    """How many runs a certificate counts together, with the same schedule: more than one for a search for settings."""
+    told = [RUNS.search(fact) for fact in cert["assumes"]]
+    return max([int(found.group(1)) for found in told if found and cert.get("epsilon_asked") is None], default=1)
+
+
+def _hides_clients(cert: Mapping[str, Any]) -> bool:
+    """Whether sampling hides which clients took part, so that all of them pay for every round."""
+    return any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"]) and cert["unit"] == Unit.CLIENT
+
+
+def _unlikely(count: float, draws: int, rate: float, chance: float) -> bool:
+    """Whether so few of independent draws succeed with a smaller probability than `chance`.
+
+    By the bound of Chernoff: P[Bin(n, p) <= k] <= e^(-n KL(k/n, p)) for k below np. So an honest number is called
+    unlikely with a smaller probability than `chance`.
+    """
+    if count >= draws * rate:
+        return False
+    if rate >= 1:
+        return True
+    part = count / draws
+    divergence = (1 - part) * (math.log1p(-part) - math.log1p(-rate))
+    divergence += part * math.log(part / rate) if part else 0.0
+    return draws * divergence > -math.log(chance)
 
 
 def _check_rate(
@@ -701,6 +802,15 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append("the assumptions are missing")
     if sum(int(g["count"]) for g in groups) != int(cert["clients"]):
         problems.append("the groups do not add up to the number of clients")
+    _check_members(cert, problems)
+    cohort = Participation.parse(cert["sampler"]["clients"]).rate(int(cert["clients"])) * int(cert["clients"])
+    if not _near(float(cert["cohort"]), cohort):
+        problems.append(
+            f"a cohort of {cert['cohort']:.6g} is claimed, but {cert['sampler']['clients']} makes it {cohort:.6g}"
+        )
+    for name in (query["query"] for query in cert["queries"]):
+        if not _near(max(_span(g["influence"][name])[1] for g in groups), 1.0):
+            problems.append(f"{name}: no client has the influence 1, which all others are measured by")
     sizes = [g["records"] for g in groups]
     if cert["records"] is not None:
         low, high = (sum(int(g["count"]) * size[k] for g, size in zip(groups, sizes, strict=True)) for k in (0, 1))
@@ -723,6 +833,33 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
     )
     if not low * (1 - 1e-6) <= float(cert["noise"]) <= high * (1 + 1e-6):
         problems.append(f"noise {cert['noise']:.6g} is claimed, but the groups have {high:.6g}")
+
+
+def _check_members(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Check that the groups name each client once, and state sizes and a worst client that fit."""
+    groups = cert["groups"]
+    spans = sorted(span for group in groups for span in _spans_of(group["clients"]))
+    ends = [-1, *(high for _, high in spans)]
+    follow = all(low == before + 1 and high >= low for (low, high), before in zip(spans, ends, strict=False))
+    counts = [sum(high - low + 1 for low, high in _spans_of(group["clients"])) for group in groups]
+    if not follow or ends[-1] != int(cert["clients"]) - 1 or counts != [int(group["count"]) for group in groups]:
+        problems.append(f"the groups do not name each of {cert['clients']} clients once")
+    for group, count in zip(groups, counts, strict=True):
+        if (sizes := group.get("sizes")) is None:
+            continue
+        if list(map(int, group["records"])) != [min(sizes), max(sizes)] or len(sizes) not in (1, count):
+            problems.append(f"clients {group['clients']}: {group['records']} records do not follow from their sizes")
+    if cert["records"] is not None and all(group.get("sizes") for group in groups):
+        total = sum(
+            sum(g["sizes"]) * (count if len(g["sizes"]) == 1 else 1) for g, count in zip(groups, counts, strict=True)
+        )
+        if total != int(cert["records"]):
+            problems.append(f"{cert['records']} records are claimed, but the sizes add up to {total}")
+    most = max(_limitless(group["epsilon"]) for group in groups)
+    named = int(cert["worst_client"])
+    of_it = [g for g in groups if any(low <= named <= high for low, high in _spans_of(g["clients"]))]
+    if not of_it or _limitless(of_it[0]["epsilon"]) < most * (1 - 1e-6):
+        problems.append(f"client {named} is called the worst one, but another one has a larger epsilon")
 
 
 def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:

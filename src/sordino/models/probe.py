@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
@@ -131,6 +132,77 @@ def _draws(model: FlatModel, x: Tensor) -> bool:
 def _moved(theta: Tensor) -> Tensor:
     """Parameters near theta: those that start at zero would hide the layers below them."""
     return theta + 0.01 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).to(theta)
+
+
+class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes operations whose products have as many rows as the data say: selections, and groups of rows.
+
+    `index` alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name == "aten.index.Tensor":
+            masks = (torch.bool, torch.uint8)
+            selects = any(isinstance(index, Tensor) and index.dtype in masks for index in args[1])
+        else:
+            selects = torch.Tag.dynamic_output_shape in func.tags
+        if selects or "grouped_mm" in name:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_apart(model: FlatModel) -> None:
+    """Refuse a module in which what is computed of one row depends on other rows, even in the last digit.
+
+    The proof of the clip needs this by assumption (P) of docs/proofs.md: shapes depend on public numbers alone. Three
+    passes change what the other rows hold, and nothing else. No position and no shape changes, so that a library that
+    rounds by position or by blocks returns the same bits; equality is asked for in the type of the run. The operations
+    of one pass are searched for shapes that depend on data, because few rows need not show what many would.
+
+    Args:
+      model: the model. Outputs are compared in evaluation mode, without dropout.
+
+    Raises:
+      SordinoError: a shape depends on data, or an output changes with another row.
+    """
+    first = next(iter(model.trained.values()))
+    start = torch.cat([p.detach().flatten() for p in model.trained.values()])
+    params, rows = dict(model.split(_moved(start))), _rows_like(4, model.features).to(first)
+    seen, training = _Shapes(), model.module.training
+
+    def run(x: Tensor) -> Tensor:
+        return model.objective.read(functional_call(model.module, params, (model.shaped(x),)))
+
+    mixes = [rows.clone(), rows.clone(), rows.clone()]
+    mixes[0][1:] = 1.0
+    mixes[1][1:] = rows[1:].flip(-1)
+    mixes[2][1:] = rows[:1]
+    model.module.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first):
+            before, again = run(rows), run(rows)
+            others = [run(mix) for mix in mixes]
+            model.module.train()  # as in the passes of a run: some layers route in training alone
+            with seen:
+                run(rows)
+    finally:
+        model.module.train(training)
+    if seen.found:
+        raise SordinoError(
+            f"module: the number of rows in {', '.join(sorted(seen.found))} depends on the data, as where a layer "
+            "routes tokens to experts or selects rows by a mask. Rows then round differently with other records in the "
+            "batch, which no clip bounds; use a module without experts, and torch.where in place of a mask."
+        )
+    steady = torch.equal(before, again)  # otherwise it draws numbers, or its kernels add in any order
+    if steady and any(not torch.equal(before[0], other[0]) for other in others):
+        raise SordinoError(
+            "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate."
+        )
 
 
 def agrees(model: FlatModel) -> bool:

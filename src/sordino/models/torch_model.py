@@ -169,6 +169,7 @@ class TorchModel:
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
             self, owned, ruled=not odd
         )
+        probe.check_apart(self)
         if self.outputs < 2 and labels == "classes":
             raise SordinoError(
                 f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "

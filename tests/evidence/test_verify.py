@@ -1,0 +1,254 @@
+"""How often each client paid, against the rounds and the participation of a certificate; whom its groups name."""
+
+import copy
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+
+from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.evidence import verify as verify_module
+from sordino.evidence.certificate import certificate, listed, of_runs
+from sordino.evidence.verify import verify
+from sordino.methods import build
+from sordino.privacy.accounting import events
+from sordino.privacy.mechanisms.random import Secure
+from sordino.privacy.participation import Participation, Sampling
+from sordino.privacy.plan import Plan
+from sordino.studies import private_tuning
+
+SIZES = (40, 10, 25, 25, 30, 12, 60)
+METHODS = {
+    "one stage": ("dp-fedgd", {}),
+    "two calls": ("dp-fedavg", {"steps": 2}),
+    "two stages": ("auto", {}),
+    "two queries": ("fednewton", {}),
+    "tree": ("dp-ftrl", {}),
+    "banded": ("dp-ftrl", {"mechanism": "banded", "band": 2}),
+    "inverse root": ("dp-ftrl", {"mechanism": "inverse-root"}),
+}
+WHO = ["full", "cyclic:2", "cyclic:7", "fixed:1", "fixed:3", "fixed:7", "poisson:0.4", "poisson:1e-9", "poisson:1"]
+
+
+def plan_for(name="one stage", who="full", rounds=9, batch="full", sizes=SIZES, **privacy):
+    promise = Privacy(**{"epsilon": 2.0, **privacy})
+    method, options = METHODS[name]
+    made, drawn = build(method, promise.unit, **options), Sampling.parse(batch)
+    return Plan(
+        made, rounds, sizes, promise, Participation.parse(who), schedule_seed=2**100, uncertified=True, sampling=drawn
+    )
+
+
+def made(plan, **more):
+    return json.loads(json.dumps(certificate(plan, Secure(), version="0", **more)))
+
+
+def bounds(cert):
+    """What is found without the accounts."""
+    problems = []
+    verify_module._check_bounds(cert, problems)
+    return problems
+
+
+def again(cert):
+    """Every figure of a changed certificate as it follows from the releases."""
+    adjacency, by_group = Adjacency(cert["adjacency"]), [listed(g["releases"]) for g in cert["groups"]]
+    for group, each in zip(cert["groups"], by_group, strict=True):
+        group["epsilon"], group["mu"] = events.epsilon(each, cert["delta"], adjacency), events.mu(each)
+    worst = max(cert["groups"], key=lambda group: group["epsilon"])
+    cert["epsilon"], cert["mu"] = worst["epsilon"], worst["mu"]
+    cert["worst_client"] = int(worst["clients"].split(",")[0].split("-")[0])
+    cert["epsilon_at"] = {k: max(events.epsilon(r, float(k), adjacency) for r in by_group) for k in cert["epsilon_at"]}
+    cert["guess"] = max(events.guess(r, adjacency) for r in by_group)
+    return cert
+
+
+def changed(cert, change):
+    forged = copy.deepcopy(cert)
+    change(forged)
+    return forged
+
+
+HOW = [("record", "untrusted-server"), ("record", "secure-aggregation"), ("person", "trusted-server")]
+HOW += [("client", "untrusted-server"), ("client", "trusted-server")]
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize(("unit", "trust"), HOW)
+def test_no_honest_schedule_is_called_too_cheap(name, unit, trust):
+    """Of whole runs and of those that stopped early, with clients that never came; test_certificate has accounts."""
+    if name in ("two stages", "two queries") and unit == "client":
+        return  # answers cannot be noised at client level
+    seen = 0
+    for who, batch in itertools.product(WHO, ["full", "poisson:4"] if unit == "record" else ["full"]):
+        if name in ("tree", "banded", "inverse root") and who == "poisson:1e-9":
+            continue  # nobody ever comes, and no stream is calibrated for nobody
+        plan = plan_for(name, who, 9, batch, unit=Unit(unit), trust=Trust(trust))
+        for done in (None, 0, 4):
+            assert bounds(made(plan, done=done)) == [], (who, batch, done)
+            seen += 1
+    assert seen >= 24
+
+
+def test_honest_schedules_of_many_seeds_are_not_called_too_cheap():
+    for seed in range(40):
+        for who in ("fixed:2", "poisson:0.1", "poisson:0.9"):
+            plan = Plan(build("dp-fedgd"), 60, (9,) * 12, Privacy(), Participation.parse(who), schedule_seed=seed)
+            assert bounds(made(plan)) == []
+
+
+def once(cert):
+    """One release of each query, whoever came how often."""
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            release["times"] = 1
+
+
+@pytest.mark.parametrize("who", ["full", "cyclic:2", "fixed:19", "fixed:1", "poisson:0.5"])
+def test_a_run_whose_clients_paid_once_is_rejected(who):
+    """With all figures as they follow from it: the only contradiction is the schedule."""
+    plan = plan_for(who=who, rounds=100, sizes=(100,) * 20, epsilon=20.0)
+    cert = made(plan)
+    assert verify(again(copy.deepcopy(cert))).problems == []
+    forged = again(changed(cert, once))
+    assert forged["epsilon"] < cert["epsilon"] / 3
+    problems = verify(forged).problems
+    assert problems
+    assert all("paid for 1 rounds of 100" in each or "together paid for 20 places" in each for each in problems)
+
+
+def test_a_drawn_minibatch_does_not_hide_rounds_that_were_not_paid():
+    cert = made(plan_for(who="cyclic:2", batch="poisson:4"))
+    assert any("paid for 1 rounds of 9" in each for each in bounds(changed(cert, once)))
+    secret = made(plan_for(who="poisson:0.4", unit=Unit.CLIENT, trust=Trust.TRUSTED_SERVER, adjacency="add-remove"))
+    assert any("paid for 1 rounds of 9" in each for each in bounds(changed(secret, once)))
+
+
+def test_one_client_of_a_drawn_schedule_that_paid_too_little_is_found():
+    """The others pay its rounds, so that the sum is right."""
+
+    def moves(cert):
+        first, *rest = (group["releases"][0] for group in cert["groups"])
+        taken, first["times"] = first["times"] - 1, 1
+        for release in rest:
+            release["times"] += taken // len(rest)
+
+    cert = made(plan_for(who="fixed:3", rounds=400))
+    assert "too few for fixed:3 participation" in bounds(changed(cert, moves))[0]
+
+
+def test_a_sum_of_rounds_that_is_one_too_small_is_found():
+    def one_less(cert):
+        cert["groups"][0]["releases"][0]["times"] -= 1
+
+    for who in ("fixed:3", "cyclic:3"):
+        assert bounds(changed(made(plan_for(who=who, rounds=30)), one_less))
+
+
+def test_queries_of_one_stage_are_paid_alike():
+    """Mutants: the first of two queries is paid once, or left out, and a whole stream is left out."""
+    cert = made(plan_for("two queries", rounds=12))
+    first = "0.0 gradient"
+    assert {first, "0.1 curvature"} <= {query["query"] for query in cert["queries"]}
+
+    def first_once(cert):
+        next(r for r in cert["groups"][0]["releases"] if r["query"] == first)["times"] = 1
+
+    def left_out(cert):
+        group = cert["groups"][0]
+        group["releases"] = [r for r in group["releases"] if r["query"] != first]
+
+    for change in (first_once, left_out):
+        assert any("did not pay alike for all queries" in each for each in bounds(changed(cert, change)))
+    for who in ("full", "cyclic:2", "fixed:7"):
+        stream = made(plan_for("tree", who))
+        assert bounds(changed(stream, lambda cert: [group["releases"].clear() for group in cert["groups"]]))
+
+
+def test_several_visible_runs_pay_for_the_same_schedule_each_time():
+    """As a search for settings counts them: five rounds of two cohorts, ten times, are thirty and twenty."""
+    told = private_tuning._sentence("public", 10, 10)
+    for who, paid in (("cyclic:2", {30, 20}), ("poisson:0.4", None), ("full", {50}), ("fixed:3", None)):
+        cert = of_runs(made(plan_for(who=who, rounds=5), tuning=told), 10)
+        assert bounds(cert) == []
+        if paid:
+            assert {r["times"] for g in cert["groups"] for r in g["releases"]} == paid
+        assert bounds(changed(cert, once))
+    without = of_runs(made(plan_for(who="cyclic:2", rounds=5)), 10)
+    assert any("but cyclic:2 participation makes it 25" in each for each in bounds(without))
+
+
+def test_a_number_is_called_unlikely_only_if_it_is():
+    from scipy.stats import binom
+
+    for draws, rate in ((1, 0.5), (20, 0.5), (400, 0.01), (400, 0.99), (10**6, 1e-3), (30, 1.0)):
+        for chance in (1e-3, 1e-12):
+            found = [verify_module._unlikely(k, draws, rate, chance) for k in range(min(draws, 2000) + 1)]
+            exact = binom.cdf(np.arange(len(found)), draws, rate)
+            assert all(probability < chance for called, probability in zip(found, exact, strict=True) if called)
+            if exact[0] < chance**2:
+                assert found[0]
+    assert not verify_module._unlikely(0, 0, 0.5, 1e-3)
+
+
+def cohort(cert):
+    """More senders, whose noise would add up."""
+    root = math.sqrt(100)
+    cert["cohort"] *= 100
+    cert["noise"] *= root
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            release["std"] *= root
+
+
+def influence(cert):
+    """Everybody counts for a hundredth, and adds a hundred times the noise."""
+    cert["noise"], cert["client_noise"] = 100 * cert["noise"], 100 * cert["client_noise"]
+    for group in cert["groups"]:
+        for name in group["influence"]:
+            group["influence"][name] /= 100
+            group["own_std"][name] *= 100
+        for release in group["releases"]:
+            release["sensitivity"] /= 100
+
+
+def records(cert):
+    """Larger clients, of which minibatches are a smaller part."""
+    for group in cert["groups"]:
+        group["records"] = [10 * size for size in group["records"]]
+        for release in group["releases"]:
+            release["rate"] /= 10
+    cert["records"] *= 10
+
+
+def names(cert):
+    cert["groups"][0]["clients"] = "0-5"
+
+
+def worst(cert):
+    cert["worst_client"] = 7
+
+
+OTHERS = [
+    (cohort, {"trust": Trust.SECURE_AGGREGATION}, "a cohort of 700 is claimed, but full makes it 7"),
+    (influence, {"trust": Trust.SECURE_AGGREGATION}, "no client has the influence 1"),
+    (records, {"batch": "poisson:4", "sizes": (40, 40)}, "records do not follow from their sizes"),
+    (names, {}, "the groups do not name each of 7 clients once"),
+    (worst, {}, "client 7 is called the worst one"),
+]
+
+
+@pytest.mark.parametrize(("change", "options", "words"), OTHERS)
+def test_other_numbers_that_follow_from_stated_ones_are_compared(change, options, words):
+    """All figures follow from the changed ones, so that nothing else gives these away."""
+    cert = made(plan_for(**options))
+    assert bounds(cert) == []
+    forged = changed(cert, change)
+    if change in (cohort, influence, records):
+        assert again(forged)["epsilon"] < cert["epsilon"] / 2
+    found = bounds(forged)
+    assert any(words in each for each in found), found
+    if change in (cohort, influence):
+        assert len(found) == len([each for each in found if words in each])
