@@ -18,6 +18,7 @@ LAYERS = [
         "errors",
         "lazy",
         "files",
+        "foreign",
         "settings",
         "core",
         "tree",
