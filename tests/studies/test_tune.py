@@ -34,6 +34,26 @@ def test_a_record_trains_or_validates_never_both(digits):
     assert len(held) == pytest.approx(0.1 * len(marked.y_train), abs=1)
 
 
+def test_persons_train_or_validate_as_a_whole(digits):
+    """Persons and weights are cut along with the records."""
+    records = np.arange(len(digits.y_train))
+    marked = digits._replace(x_train=records[:, None], person=records // 3, weight=records / len(records))
+    held = validated(marked, 0.1)
+    assert (held.person == held.x_train[:, 0] // 3).all()
+    assert (held.person_test == held.x_test[:, 0] // 3).all()
+    assert not set(held.person) & set(held.person_test)
+    assert (held.weight == held.x_train[:, 0] / len(records)).all()
+    assert len(held.y_test) == pytest.approx(0.1 * len(records), abs=3)
+
+
+def test_a_paid_search_holds_out_by_position_alone(digits):
+    """At record level one record may name another person: that must not move other records."""
+    base, (one, other) = resolve(Spec.of(BASE)), np.random.default_rng(0).integers(0, 99, (2, len(digits.y_train)))
+    sites = digits._replace(site=np.arange(len(digits.y_train)))
+    first, second = (private_tuning.scoring(base, sites._replace(person=who), None) for who in (one, other))
+    assert (first.site == second.site).all()
+
+
 def test_who_validates_does_not_depend_on_what_records_say(digits):
     other = digits._replace(y_train=np.roll(digits.y_train, 1), x_train=digits.x_train[::-1])
     first = validated(digits._replace(site=np.arange(len(digits.y_train))), 0.2)

@@ -142,6 +142,12 @@ def test_wrong_settings(table, keys, message):
         resolve(Spec.of({"data": "t.csv", **keys}))
 
 
+def test_settings_are_tuned_for_persons(table, capsys):
+    words = ["--data", "t.csv", "--schema", "schema.toml", "--set", "person_clients=2", "--rounds", "3"]
+    assert main(["sweep", *words, "--method", "dp-fedgd", "--grid", "lr=1,2", "--epsilon", "4"]) == 0
+    assert "best: lr" in capsys.readouterr().out
+
+
 def test_private_tuning_is_refused_for_persons(table, capsys):
     words = ["sweep", "--data", "t.csv", "--set", "schema=schema.toml", "--set", "person_clients=2"]
     assert main([*words, "--grid", "clip=1,2", "--charge-tuning", "count"]) == 2

@@ -172,11 +172,12 @@ def settle(
         }
         for (each, epsilon, _), best in zip(tunable, tuned, strict=True)
     ]
+    held = "records" if dataset is None or dataset.person is None else "persons"
     by = "" if tune_round is None else f", by the metric after round {tune_round}"
     return {
         "how": f"{how} over {grid}{by}{extended(settings)}",
         "paid": private_tuning.UNPAID,
-        "validation": f"{validation:.0%} of the training records, held out by position (seed 0); no test record",
+        "validation": f"{validation:.0%} of the training {held}, held out by position (seed 0); no test record",
         "settings": settings,
         "metric": metric or "accuracy",
         **({} if tune_round is None else {"round": tune_round}),

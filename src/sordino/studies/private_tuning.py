@@ -106,8 +106,8 @@ def check(base: ResolvedSpec, grid: Grid, how: str, metric: str | None = None) -
 def scoring(base: ResolvedSpec, dataset: Dataset, public: str | None, validation: float = 0.1) -> Dataset:
     """The data of a search. Its test part scores the runs: the records of the file `public`, or else a part of the
     training records, on which no run trains then."""
-    if public is None:
-        return validated(dataset, validation)
+    if public is None:  # at record level, where whose record it is must not decide which others are held out
+        return validated(dataset._replace(person=None), validation)
     if Path(public).resolve() == Path(base.source.name).resolve():
         raise SordinoError(f"--public: '{public}' is the private data; give a file of public records.")
     other = load(

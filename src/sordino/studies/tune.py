@@ -1,9 +1,9 @@
 """Choose settings by a metric on validation records: a grid, successive halving, or Optuna.
 
 A record is used for training or for validation, never for both, and test records are not used. Records are held out by
-position, so the choice does not depend on their content. `private_tuning` computes what such a search costs in privacy.
-A grid whose best value lies on its edge is extended on request, and the result says so: a method whose best step lies
-outside its grid would be judged by the grid.
+position, those of a person together, so the choice does not depend on their content. `private_tuning` computes what
+such a search costs in privacy. A grid whose best value lies on its edge is extended on request, and the result says so:
+a method whose best step lies outside its grid would be judged by the grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.data.sources import Dataset
-from sordino.data.splits import generator, hold_out
+from sordino.data.splits import generator, hold_out, hold_out_persons
 from sordino.errors import SordinoError, check_known
 from sordino.studies import shared_study
 from sordino.studies.grids import Grid, around, beyond, product
@@ -51,16 +51,23 @@ Tick = Callable[[int], None]
 
 
 def validated(dataset: Dataset, fraction: float = 0.1) -> Dataset:
-    """A data set of the training records only, with a part of them as test records."""
+    """A data set of the training records only, with a part of them as test records; persons stay whole."""
     if not 0 < fraction < 1:
         raise SordinoError(
             f"validation: {fraction} must lie between 0 and 1; it is the share held out, and 0.1 is usual."
         )
-    whose = np.zeros(len(dataset.y_train), int)
-    out = hold_out(whose, fraction, generator(0, "validation"))
-    x, y, site = dataset.x_train, dataset.y_train, dataset.site
+    x, y, site, person, weight = dataset.x_train, dataset.y_train, dataset.site, dataset.person, dataset.weight
+    whose, rng = np.zeros(len(y), int), generator(0, "validation")
+    out = hold_out(whose, fraction, rng) if person is None else hold_out_persons(whose, person, fraction, rng)
     return dataset._replace(
-        x_train=x[~out], y_train=y[~out], x_test=x[out], y_test=y[out], site=None if site is None else site[~out]
+        x_train=x[~out],
+        y_train=y[~out],
+        x_test=x[out],
+        y_test=y[out],
+        site=None if site is None else site[~out],
+        person=None if person is None else person[~out],
+        person_test=None if person is None else person[out],
+        weight=None if weight is None else weight[~out],
     )
 
 
