@@ -313,6 +313,9 @@ def test_a_table_from_draft_to_prediction(tmp_path, capsys, monkeypatch):
     assert "every column is there" in told
     assert "constant" not in told
     schema = (tmp_path / "schema.toml").read_text()
+    (tmp_path / "heading.csv").write_text("age,sex,sick,site\n")
+    assert main(["schema", "check", "schema.toml", "heading.csv"]) == 2
+    assert "data: 'heading.csv' holds a heading and no records" in capsys.readouterr().err
     (tmp_path / "wrong.toml").write_text(schema.replace("[18, 100]", "[0, 1]").replace('["f", "m"]', '["F", "M"]'))
     assert main(["schema", "check", "wrong.toml", "patients.csv"]) == 0
     assert "age, sex: every record becomes the same" in " ".join(capsys.readouterr().out.split())

@@ -859,6 +859,8 @@ class Schema:
             self.check_complete(path)
         table = tables.open_table(path, self.dialect, types=self.reads(target=target), missing=self.missing)
         tables.release_memory()  # what the reader held beside the table
+        if target and not table.num_rows:
+            raise tables.no_records(path)
         encoded = self.encode(table, target=target)
         del table
         tables.release_memory()

@@ -391,8 +391,13 @@ def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> 
             "delimiter, or quote cells that contain it."
         )
     if "Empty CSV" in why:
-        return SordinoError(f"data: '{path}' holds a heading and no records; check the file.")
+        return no_records(path)
     return _unreadable(path, why)
+
+
+def no_records(path: Path) -> SordinoError:
+    """The error about a file with a heading alone."""
+    return SordinoError(f"data: '{path}' holds a heading and no records; check the file.")
 
 
 def _no_number(name: str, what: str) -> str:
