@@ -369,7 +369,7 @@ def document(
     trained = run_many(specs, device=device, metric=metric, tick=tick)
     metric = ranking_metric(metric, task_of(trained[0].model))
     read: tuple[DataSource, Dataset] | None = None
-    runs, partition = [], dict[str, list[list[int]]]()
+    runs, partition, tested = [], dict[str, list[list[int]]](), dict[int | None, int]()
     for entrant, spec, each in zip(entrants, specs, trained, strict=True):
         if read is None or read[0] != each.resolved.source:
             read = each.resolved.source, each.resolved.read_data()
@@ -378,6 +378,7 @@ def document(
         runs.append(_filed(entrant, spec, each, data, client, metric))
         if str(spec.seed) not in partition:
             partition[str(spec.seed)] = _held(data, client, each.plan.clients)
+            tested[spec.seed] = len(data.y_test)
     for search, filed in zip(paid, _all_paid(paid, metric, device, tick), strict=True):
         above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
         runs.insert(len(above) - above[::-1].index(True), filed)
@@ -409,7 +410,7 @@ def document(
         # Only for simulated clients: label counts of real clients are private.
         "partition": None if trained[0].resolved.partition.by_site else partition,
         "runs": runs,
-        "pairs": _pairs(runs, pairs, len(first.y_test)),
+        "pairs": _pairs(runs, pairs, tested),
         "varied": _varied(entrants),
     }
 
@@ -562,16 +563,25 @@ def _per_client(trained: Trained, dataset: Dataset, client: np.ndarray, metric: 
     return [round(float(value), 4) for value in totals / np.asarray(trained.plan.sizes)]
 
 
-def _pairs(runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tested: int) -> list[dict[str, Any]]:
+def _pairs(
+    runs: Sequence[dict[str, Any]], pairs: Sequence[tuple[str, str]], tested: dict[int | None, int]
+) -> list[dict[str, Any]]:
+    """McNemar's tests on the first seed.
+
+    tested: by seed, the number of test records, which differs where persons are held out as a whole.
+    """
     compared = [run for run in runs if run["group"] == "comparison" and run["correct"] is not None]
     seed = min((run["seed"] for run in compared), default=None)
-    by = {(run["label"], run["epsilon"]): unpack(run["correct"], tested) for run in compared if run["seed"] == seed}
+    mine = [run for run in compared if run["seed"] == seed]
+    by = {(run["label"], run["epsilon"]): unpack(run["correct"], tested[seed]) for run in mine}
     tests = []
     for epsilon in dict.fromkeys(run["epsilon"] for run in compared):
         for a, b in pairs:
             if (a, epsilon) in by and (b, epsilon) in by:
                 test = mcnemar(by[a, epsilon], by[b, epsilon])
-                tests.append({"epsilon": epsilon, "a": a, "b": b, "seed": seed, "tested": tested, **test._asdict()})
+                tests.append(
+                    {"epsilon": epsilon, "a": a, "b": b, "seed": seed, "tested": tested[seed], **test._asdict()}
+                )
     return tests
 
 
