@@ -352,13 +352,16 @@ def slope_note(measured: dict[str, Any], tests: int | None) -> str:
     )
 
 
+ANOTHER_RUN = "Another run on the same data adds to the epsilon that is spent on them."
+
+
 def remedy(prepared: Any) -> str:
     """What helps a model that is no better than a constant guess."""
     from sordino.core import Trust
 
     resolved, plan = prepared.resolved, prepared.plan
     if resolved.model.entry.network:
-        return "Try more rounds, another lr or another clip (docs/deep.md)."
+        return f"Try more rounds, another lr or another clip (docs/deep.md). {ANOTHER_RUN}"
     if resolved.model.options.get("class_weights"):
         return "Class weights move risks away from what is observed; read the AUC instead."
     if resolved.source.schema is None:
@@ -366,12 +369,12 @@ def remedy(prepared: Any) -> str:
         numbers = f" Each of {classes} labels counts as a class; a schema may declare a quantity." * (classes > MANY)
         return (
             "The noise exceeds the signal (raise epsilon), or features differ in scale: describe the table by a schema "
-            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers}"
+            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
         )
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
         helps.append("use --trust secure-aggregation")
-    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}."
+    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}. {ANOTHER_RUN}"
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
