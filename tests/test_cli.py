@@ -350,6 +350,7 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
     monkeypatch.setattr("sordino.training.run.rounds", lambda *_: pytest.fail("it trains"))
     (tmp_path / "d.json").mkdir()
     (tmp_path / "patients.csv").write_text("a,label\n1,x\n")
+    (tmp_path / "columns.toml").write_text('client = "hospital"\n[columns.age]\ntype = "number"\nrange = [0, 9]\n')
     (tmp_path / "run" / "public").mkdir(parents=True)
     (tmp_path / "run" / "public" / "spec.toml").write_text("rounds = 5\n")
     for words, message in (
@@ -359,6 +360,7 @@ def test_where_results_go_is_checked_before_training(capsys, tmp_path, monkeypat
         (["none.csv"], "data: there is no file 'none.csv'"),
         (["d.json"], "spec: 'd.json' is a directory; name a TOML file"),
         (["digits"], "spec: there is no file 'digits'; for the data set of this name write --data digits."),
+        (["columns.toml"], "spec: 'columns.toml' looks like the schema of a table"),
         (["run"], "spec: 'run' is the folder of a run; continue it with --resume run"),
         (["--resume", "run"], "--resume: 'run' has no private/, which holds checkpoint, ledger and keys; put it back"),
     ):
@@ -411,6 +413,7 @@ def test_a_run_that_is_stopped_says_how_to_continue(name, status, tmp_path):
         err = process.communicate(timeout=60)[1]
     assert process.returncode == status
     assert f"sordino: stopped. continue with: sordino run --resume {tmp_path / 'run'}" in err
+    assert re.search(r"the rounds up to \d+ spent epsilon = [\d.e-]+; the ledger is charged", err)
     assert "Traceback" not in err
 
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from sordino import files
+from sordino.errors import SordinoError
 
 
 def mode(path):
@@ -67,6 +68,23 @@ def test_a_file_made_anew_by_another_program_is_private_too(tmp_path):
         temporary.write_text("whole")
         temporary.chmod(0o644)
     assert mode(tmp_path / "a") == 0o600
+
+
+def test_a_closed_folder_is_named_with_the_file_that_is_meant(tmp_path, monkeypatch):
+    """Not with the name of a temporary file. Root may write everywhere, so that the system's answer is put in."""
+    monkeypatch.setattr("sordino.files.os.access", lambda path, mode: False)
+    with pytest.raises(SordinoError) as caught:
+        files.check_writable(tmp_path / "p.csv")
+    said = f"'{tmp_path / 'p.csv'}': no permission to write in '{tmp_path}'; choose another with --out."
+    assert str(caught.value) == f"--out: {said}"
+
+    def closed(**_):
+        raise PermissionError(13, "Permission denied", ".p.csv.x.tmp")
+
+    monkeypatch.setattr("sordino.files.tempfile.mkstemp", closed)
+    with pytest.raises(PermissionError) as refused:
+        files.write(tmp_path / "p.csv", b"")
+    assert refused.value.filename == str(tmp_path / "p.csv")
 
 
 def test_a_new_file_is_never_overwritten(tmp_path):

@@ -173,6 +173,10 @@ def narrow(features: int, classes: int):
     return nn.Linear(5, classes)
 
 
+def named_otherwise(features, outputs):
+    return nn.Linear(features, outputs)
+
+
 def text(features: int, classes: int):
     return "a network"
 
@@ -257,6 +261,7 @@ def test_a_file_cannot_name_code(own, capsys):
         ("narrow", "reads rows of 5 numbers, but these have 64; build it from its first argument"),
         ("text", "builds a str; return a torch.nn.Module, or a pair"),
         ("number", "is a int; name a function that builds a module"),
+        ("named_otherwise", "is called with `features` and `classes`.*'outputs' has none. Rename it"),
         ("absent", "cannot be imported .* check the names of module and function"),
     ],
 )

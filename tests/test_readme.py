@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import pytest
+
+from sordino.errors import SordinoError
 from tests.methods.test_documentation import problems
 from tests.support import forks
 
@@ -44,6 +47,8 @@ def test_the_worked_method_of_contributing_is_documented_as_all_methods_are():
     names = {}
     exec(first[1], names)
     assert problems(names["fedavgm"]) == []
+    with pytest.raises(SordinoError, match=r"momentum: 1.8 must lie in \[0, 1\)"):
+        names["fedavgm"](momentum=1.8)
 
 
 def test_the_worked_method_of_contributing_passes_its_checks(tmp_path):

@@ -33,6 +33,15 @@ SYNONYMS = {
 }
 
 
+def count(number: int, one: str, many: str = "") -> str:
+    """A number and its noun, for messages.
+
+    >>> count(1, "cell"), count(2000, "cell"), count(1, "person has", "persons have")
+    ('1 cell', '2,000 cells', '1 person has')
+    """
+    return f"{number:,} {one if number == 1 else many or one + 's'}"
+
+
 class SordinoError(ValueError):
     """A mistake that the user can correct. The message states the field, the value, the bound and the remedy.
 

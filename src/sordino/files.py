@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from sordino.errors import StoppedError
+from sordino.errors import SordinoError, StoppedError
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:
@@ -51,7 +51,10 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
     >>> (folder / "table").read_text()
     'rows'
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")  # mode 0600
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")  # mode 0600
+    except PermissionError as error:  # of the file that is meant, not of the temporary one
+        raise PermissionError(error.errno, error.strerror, str(path)) from None
     os.close(handle)
     temporary = Path(name)
     try:
@@ -64,6 +67,17 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
     if durable:
         sync(path.parent)
+
+
+def check_writable(out: Path) -> None:
+    """Refuse a file of --out that this user cannot write.
+
+    Raises:
+      SordinoError: its folder exists and is closed to this user.
+    """
+    folder = out.absolute().parent
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise SordinoError(f"--out: '{out}': no permission to write in '{folder}'; choose another with --out.")
 
 
 def create(path: Path, data: bytes) -> None:

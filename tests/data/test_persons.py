@@ -84,7 +84,9 @@ def test_the_grouping_must_be_that_of_the_promise():
 
 
 def test_a_person_at_more_clients_than_declared_is_refused():
-    with pytest.raises(SordinoError, match=r"1 persons have records at more than 1 clients, one at 2.*per-client"):
+    with pytest.raises(
+        SordinoError, match=r"1 person has records at more than 1 client, one at 2.*--set person_clients=2.*per-client"
+    ):
         check_person_clients(np.array([0, 1, 1]), np.array([4, 4, 5]), 1)
     check_person_clients(np.array([0, 1, 1]), np.array([4, 4, 5]), 2)
     check_person_clients(np.array([0, -1, 1]), np.array([4, 4, 5]), 1)  # a record that is left out counts nowhere

@@ -207,8 +207,8 @@ def test_an_excel_sheet_is_read_as_a_text_file_is(tmp_path):
         ("größe,y,id\n1,j,3\n", "has the column 'id', which the schema does not mention"),
         ("größe,größe,y\n1,2,j\n", "has the column 'größe' twice"),
         ("größe,y\n1,j,3\n", "more or fewer cells than the heading"),
-        ("größe,y\n1,x\n", "1 cells of column 'y' are none of the levels n, j"),
-        ("größe,y\n1,\n", "1 cells of column 'y' are missing"),
+        ("größe,y\n1,x\n", "1 cell of column 'y' is none of the levels n, j"),
+        ("größe,y\n1,\n", "1 cell of column 'y' is missing"),
         ("", "is empty"),
     ],
 )
@@ -250,13 +250,26 @@ def test_dates_in_another_form(tmp_path):
         Schema.of({"columns": {"day": {**about, "format": "m/y"}}})
 
 
+def test_a_closed_file_is_not_called_damaged(tmp_path, monkeypatch):
+    """Root may read everything, so that the system's answer is put in."""
+
+    def closed(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(tables, "_stream", closed)
+    with pytest.raises(SordinoError, match=r"^data: this user cannot read '.*'; change its permissions\.$"):
+        tables.heading(write(tmp_path, "a\n1\n"), tables.Dialect())
+
+
 def test_a_draft_names_its_own_options(tmp_path, capsys):
     for text in ("größe,y\n1,j\n", "a,y\né,j\n"):
         assert main(["schema", "draft", str(write(tmp_path, text, encoding="latin-1"))]) == 2
         assert "--encoding latin-1" in capsys.readouterr().err
     path = str(write(tmp_path, "kg;name;n\n1,5;a,b;1\n;c;2\n70;d;3\n"))
     assert main(["schema", "draft", path]) == 0
-    assert "kg would be categories" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "kg would be categories" in err
+    assert "# Types of a column: number, category, ordinal, boolean, date, drop; docs/how-to/describe" in out
     assert main(["schema", "draft", path, "--decimal", ","]) == 0
     assert "--decimal" not in capsys.readouterr().err
 
@@ -344,15 +357,15 @@ def test_wrong_schemas_are_refused_by_the_key(path, value, problem):
 @pytest.mark.parametrize(
     ("column", "cells", "problem"),
     [
-        ("age", ["x", "1", "2"], "column 'age' holds 1 cells that are no number"),
+        ("age", ["x", "1", "2"], "column 'age' holds 1 cell that is no number"),
         ("age", [float("inf"), 1, 2], "column 'age' holds an infinite number"),
         (
             "admitted",
             ["31.12.2020", None, None],
-            "1 cells of column 'admitted' are no dates like 2024-12-31. .* set format",
+            "1 cell of column 'admitted' is no date like 2024-12-31. .* set format",
         ),
-        ("hospital", ["a", None, "b"], "client: 1 cells of column 'hospital' are missing"),
-        ("died", ["no", "perhaps", "no"], "target: 1 cells of column 'died' are none"),
+        ("hospital", ["a", None, "b"], "client: 1 cell of column 'hospital' is missing"),
+        ("died", ["no", "perhaps", "no"], "target: 1 cell of column 'died' is none"),
     ],
 )
 def test_wrong_cells_are_refused_by_the_column(column, cells, problem):
@@ -400,19 +413,23 @@ def test_survival_becomes_a_signed_time_and_ends_at_the_last_edge():
 @pytest.mark.parametrize(
     ("target", "columns", "problem"),
     [
-        ({"column": "n", "task": "count", "maximum": 9}, {"n": [1, -1]}, "target: 1 cells of column 'n' are no counts"),
-        ({"column": "n", "task": "count", "maximum": 9}, {"n": [1.5, 2]}, "target: 1 cells .* are no counts"),
-        ({"column": "n", "task": "count", "maximum": 9}, {"n": [None, 2]}, "target: 1 cells .* are missing"),
-        ({"column": "n", "task": "count", "maximum": 9}, {"n": ["a", "2"]}, "column 'n' holds 1 cells"),
+        (
+            {"column": "n", "task": "count", "maximum": 9},
+            {"n": [1, -1]},
+            "target: 1 cell of column 'n' cannot be a count",
+        ),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": [1.5, 2]}, "target: 1 cell .* cannot be a count"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": [None, 2]}, "target: 1 cell .* is missing"),
+        ({"column": "n", "task": "count", "maximum": 9}, {"n": ["a", "2"]}, "column 'n' holds 1 cell that is"),
         (survival(), {"time": [1, -2], "died": [1, 0]}, "target: 1 times in column 'time' are below 0"),
-        (survival(), {"time": [1, None], "died": [1, 0]}, "target: 1 cells of column 'time' are missing"),
-        (survival(), {"time": [1, 2], "died": [1, None]}, "target: 1 cells of column 'died' are missing"),
+        (survival(), {"time": [1, None], "died": [1, 0]}, "target: 1 cell of column 'time' is missing"),
+        (survival(), {"time": [1, 2], "died": [1, None]}, "target: 1 cell of column 'died' is missing"),
         (
             survival(),
             {"time": [1, 2], "died": ["yes", "perhaps"]},
-            "1 cells of column 'died' are neither false nor true",
+            "1 cell of column 'died' is neither false nor true",
         ),
-        (survival(levels=["a", "d"]), {"time": [1, 2], "died": ["a", "D"]}, "are neither a nor d; spell them in"),
+        (survival(levels=["a", "d"]), {"time": [1, 2], "died": ["a", "D"]}, "is neither a nor d; spell them in"),
         (survival(), {"time": [1, 2]}, "lacks the column 'died'"),
     ],
 )

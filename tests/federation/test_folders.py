@@ -39,9 +39,12 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
     assert "sordino federate coordinate" in (made / "README.md").read_text()
     assert main(words) == 2  # not empty
     for more, why in (
-        (["--sites", "a,b"], "no better than untrusted-server"),
+        (
+            ["--sites", "a,b"],
+            "secure aggregation needs at least 3 sites where 0 may drop out and 1 may collude, and there are 2 sites",
+        ),
         (["--method", "dp-scaffold"], "not proved private"),
-        (["--dropouts", "2"], "Allow fewer"),
+        (["--dropouts", "2"], "at least 5 sites where 2 may drop out"),
         (["--epsilon", "-1"], "epsilon"),
         (["--sites", "a,../b,c"], "letters"),
     ):

@@ -93,13 +93,25 @@ def test_one_class_and_nan_are_no_better():
 
 
 def test_the_reason_names_both_figures():
-    y = np.repeat([0, 1], [3, 1])
+    y = np.repeat([0, 1], [30, 10])
     assert no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": 0.9}) == (
         "its log loss is 0.7, that of the prevalence is 0.5623 (it ranks, with an AUC of 0.9, but its risks are off)"
     )
     assert no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": 0.5}).endswith("prevalence is 0.5623")
     assert no_better(data(y, ("a", "b")), {"log_loss": 0.5, "auc": 0.4}) == "its AUC is 0.4"
     assert "and 75.00% have the most common class" in no_better(data(y, ("a", "b", "c")), {"accuracy": 0.75})
+
+
+@pytest.mark.parametrize(
+    ("records", "area", "ranks"),
+    [(4, 0.9, False), (40, 0.65, False), (4000, 0.5188, False), (4_000_000, 0.59, False), (4000, 0.61, True)],
+)
+def test_an_auc_near_one_half_is_not_called_a_ranking(records, area, ranks):
+    """Nor is one that few test records do not tell from one half: its standard error for 4 records is 0.37."""
+    y = np.repeat([0, 1], [3 * records // 4, records // 4])
+    why = no_better(data(y, ("a", "b")), {"log_loss": 0.7, "auc": area})
+    assert ("(it ranks, with" in why) == ranks
+    assert (f"(it ranks hardly better than chance, with an AUC of {area:.4g})" in why) != ranks
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,8 @@ def test_the_remedy_is_not_what_the_run_does_already(trust, clients, says):
     model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
     resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
     plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients)
-    assert remedy(SimpleNamespace(resolved=resolved, plan=plan)).endswith(says)
+    told = remedy(SimpleNamespace(resolved=resolved, plan=plan))
+    assert told.endswith(f"{says} Another run on the same data adds to the epsilon that is spent on them.")
 
 
 def test_a_language_model_is_compared_with_itself_before_training():

@@ -56,6 +56,8 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError(f"--out: '{target}' exists; name another file.")
     if target is not None and not target.absolute().parent.is_dir():
         raise SordinoError(f"--out: there is no folder for '{target}'; make it first.")
+    if target is not None:
+        files.check_writable(target)
     predictions = _predictions(arguments)
     if not (RunFolder.find(Path(arguments.model)).public / "certificate.json").is_file():
         print(

@@ -8,7 +8,7 @@ from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, facts
 from sordino.core import Adjacency, Trust, Unit
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 
 MOST_CLIENTS = 1_000_000
 SEEN = {
@@ -119,7 +119,7 @@ def _tell(plan: Any, account: dict[str, Any]) -> None:
     mu = "" if spending.samples(plan) else f" (μ = {account['mu']:.4g})"
     rows = [
         ("ε", f"{epsilon:.6g} at δ = {privacy.delta:g}{mu}"),
-        ("noise", f"{account['noise']:.6g} × clip on the sum of {plan.clients} clients"),
+        ("noise", f"{account['noise']:.6g} × clip on the sum of {count(plan.clients, 'client')}"),
         ("client noise", f"{account['client_noise']:.6g} × clip on each client's message"),
     ]
     if account["aggregate_std"] is not None:

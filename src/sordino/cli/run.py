@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 import warnings
@@ -163,7 +164,7 @@ def _lead(arguments: argparse.Namespace, team: Any) -> int:
             prepared = run.release_statistics(prepared, out)
             history = _train(prepared, out, team)
     except KeyboardInterrupt as stop:
-        raise type(stop)(f"continue with: sordino run --resume {out}") from None
+        raise type(stop)(f"continue with: sordino run --resume {out}{_spent(out)}") from None
     except SordinoError as error:
         raise error if team.size == 1 else SordinoError(f"{error} Continue with: --resume {out}") from None
     cert = run.finish(prepared, out, history, signer)
@@ -171,6 +172,20 @@ def _lead(arguments: argparse.Namespace, team: Any) -> int:
     if arguments.json is None or not emit(arguments, run.summary(prepared, cert, history, out)):
         _tell(prepared, cert, history, out)
     return 0
+
+
+def _spent(out: Path) -> str:
+    """What the rounds of a stopped run spent, where it is known: the last line of its metrics says so."""
+    try:
+        last = json.loads((out / "public" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, ValueError, IndexError):
+        return ""
+    if last.get("epsilon") is None:
+        return ""
+    return (
+        f" (the rounds up to {last['round']} spent epsilon = {last['epsilon']:.4g}; the ledger is charged for the "
+        "whole run, and continuing adds nothing to that)"
+    )
 
 
 def _follow(arguments: argparse.Namespace, team: Any) -> int:
@@ -238,7 +253,13 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
                 f"spec: there is no file '{path}'; for the data set of this name write --data {arguments.spec}."
             )
         else:
-            values |= read_toml(path)
+            read = read_toml(path)
+            if isinstance(read.get("columns"), dict):
+                raise SordinoError(
+                    f"spec: '{path}' looks like the schema of a table, because it has [columns]; name the table, and "
+                    f"write --schema {path}."
+                )
+            values |= read
     typed: dict[str, Any] = {}
     for _, key, _ in RUN_FLAGS:
         if (flag := getattr(arguments, f"key_{key}")) is not None:
@@ -352,13 +373,16 @@ def slope_note(measured: dict[str, Any], tests: int | None) -> str:
     )
 
 
+ANOTHER_RUN = "Another run on the same data adds to the epsilon that is spent on them."
+
+
 def remedy(prepared: Any) -> str:
     """What helps a model that is no better than a constant guess."""
     from sordino.core import Trust
 
     resolved, plan = prepared.resolved, prepared.plan
     if resolved.model.entry.network:
-        return "Try more rounds, another lr or another clip (docs/deep.md)."
+        return f"Try more rounds, another lr or another clip (docs/deep.md). {ANOTHER_RUN}"
     if resolved.model.options.get("class_weights"):
         return "Class weights move risks away from what is observed; read the AUC instead."
     if resolved.source.schema is None:
@@ -366,12 +390,12 @@ def remedy(prepared: Any) -> str:
         numbers = f" Each of {classes} labels counts as a class; a schema may declare a quantity." * (classes > MANY)
         return (
             "The noise exceeds the signal (raise epsilon), or features differ in scale: describe the table by a schema "
-            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers}"
+            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
         )
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
         helps.append("use --trust secure-aggregation")
-    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}."
+    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}. {ANOTHER_RUN}"
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:

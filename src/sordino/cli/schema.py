@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sordino import files
 from sordino.cli.show import add_json, check_json, command, console, emit, say, steps, table
 from sordino.errors import SordinoError
 
@@ -56,6 +57,8 @@ def _draft(arguments: argparse.Namespace) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None and out.exists():
         raise SordinoError(f"--out: '{out}' exists already; name another file, so that no completed schema is lost.")
+    if out is not None:
+        files.check_writable(out)
     paths = [Path(name) if name else None for name in (arguments.file, arguments.from_public)]
     for path in paths:
         if path is not None and not path.is_file():

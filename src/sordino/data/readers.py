@@ -84,6 +84,8 @@ def read_arrays(path: Path, field: str) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
+    except PermissionError:
+        raise SordinoError(f"{field}: this user cannot read '{path}'; change its permissions.") from None
     except (ValueError, OSError, EOFError, AttributeError, TypeError, zipfile.BadZipFile) as error:
         plain = "save plain arrays with numpy.savez (pickled objects are not read)"
         raise SordinoError(f"{field}: '{path}' cannot be read as .npz ({error}); {plain}.") from None

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Model, Privacy, Shard, Unit
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 
 LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
 
@@ -66,9 +66,10 @@ def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> N
     counts = np.bincount(np.unique(pairs[:, 0], return_inverse=True)[1])
     if counts.max() > most:
         raise SordinoError(
-            f"person_clients: {int((counts > most).sum()):,} persons have records at more than {most} clients, one at "
-            f"{counts.max()}. Set person_clients = {counts.max()}, which adds noise; or, if equal numbers at two "
-            "clients are two persons, set person_ids = per-client."
+            f"person_clients: {count(int((counts > most).sum()), 'person has', 'persons have')} records at more than "
+            f"{count(most, 'client')}, one at {counts.max()}. Set person_clients = {counts.max()} (in the spec, or "
+            f"--set person_clients={counts.max()}), which adds noise; or, if equal numbers at two clients are two "
+            "persons, set person_ids = per-client."
         )
 
 

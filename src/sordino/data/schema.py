@@ -44,7 +44,7 @@ import numpy as np
 from sordino.data import expansion, tables
 from sordino.data.expansion import Block, Expansion
 from sordino.data.tables import Dialect
-from sordino.errors import SordinoError, check_known, nearest
+from sordino.errors import SordinoError, check_known, count, nearest
 from sordino.settings import read_toml
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
@@ -355,6 +355,10 @@ TYPES: dict[str, type[Column]] = {
 MISSING_LEVEL, OTHER_LEVEL = -1, -2
 
 
+def _missing(number: int, column: str) -> str:
+    return f"{count(number, 'cell')} of column '{column}' {'is' if number == 1 else 'are'} missing"
+
+
 def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lower: bool = False) -> np.ndarray:
     """The index of each cell's level; -1 where it is missing, -2 where it is none of them.
 
@@ -487,8 +491,8 @@ class Target:
             if self.task == "count":
                 if wrong := int(((values < 0) | (values != np.floor(values))).sum()):
                     raise SordinoError(
-                        f"target: {wrong} cells of column '{self.column}' are no counts (0, 1, 2, …); correct them, or "
-                        'use task = "quantity".'
+                        f"target: {count(wrong, 'cell')} of column '{self.column}' cannot be a count (0, 1, 2, …); "
+                        'correct what is wrong, or use task = "quantity".'
                     )
                 return np.asarray(np.minimum(values, self.maximum or 0), np.float32)
             assert self.range is not None
@@ -499,8 +503,8 @@ class Target:
             raise self._absent(blank, self.column)
         if other := int((index == OTHER_LEVEL).sum()):
             raise SordinoError(
-                f"target: {other} cells of column '{self.column}' are none of the levels {', '.join(spelt[:8])}; add "
-                "what they say to levels, or map it to one with recode."
+                f"target: {count(other, 'cell')} of column '{self.column}' {'is' if other == 1 else 'are'} none of the "
+                f"levels {', '.join(spelt[:8])}; add what is said there to levels, or map it to one with recode."
             )
         position = [*range(len(self.levels)), *(self.levels.index(level) for level in self.recode.values())]
         return np.take(np.asarray(position, np.int64), index)
@@ -511,17 +515,17 @@ class Target:
         index = level_index(column, (*no, *yes), missing, lower=not self.levels)
         if blank := int((index == MISSING_LEVEL).sum()):
             raise self._absent(blank, str(self.event))
-        if (index == OTHER_LEVEL).any():
+        if other := int((index == OTHER_LEVEL).sum()):
             raise SordinoError(
-                f"target: {int((index == OTHER_LEVEL).sum())} cells of column '{self.event}' are neither "
+                f"target: {count(other, 'cell')} of column '{self.event}' {'is' if other == 1 else 'are'} neither "
                 f"{no[0]} nor {yes[0]}; spell them in levels = [NO, YES]."
             )
         if wrong := int((time < 0).sum()):
             raise SordinoError(f"target: {wrong} times in column '{self.column}' are below 0; drop those records.")
         return signed_times(time, index >= len(no), self.intervals[-1])
 
-    def _absent(self, count: int, column: str) -> SordinoError:
-        return SordinoError(f"target: {count} cells of column '{column}' are missing; drop those records.")
+    def _absent(self, missing: int, column: str) -> SordinoError:
+        return SordinoError(f"target: {_missing(missing, column)}; drop those records.")
 
     def says(self) -> str:
         """The task, for people."""
@@ -914,7 +918,7 @@ class Schema:
             return None
         text = tables.texts(table.column(name), self.missing)
         if text.null_count:
-            raise SordinoError(f"{role}: {text.null_count} cells of column '{name}' are missing; drop those records.")
+            raise SordinoError(f"{role}: {_missing(text.null_count, name)}; drop those records.")
         return np.asarray(text.to_numpy(zero_copy_only=False)).astype(str)
 
     def constant(self, encoded: Encoded) -> list[str]:
@@ -1015,6 +1019,7 @@ def draft(
         '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
+        f"# Types of a column: {', '.join(TYPES)}; docs/how-to/describe-a-table.md describes them.\n"
         "# Take ranges and levels from a code book or the literature, never from the records.\n"
         "# Types come from the cells: one cell that is no number makes its column a category. So this draft is\n"
         "# private until every name and type was compared with the code book.\n\n"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, count, nearest
 from sordino.lazy import optional
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -178,7 +178,9 @@ def numbers(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
         try:
             column = column.cast(pa.float64())
         except pa.ArrowInvalid:
-            raise SordinoError(_no_number(name, f"{_count_other(column)} cells that are")) from None
+            raise SordinoError(
+                _no_number(name, count(_count_other(column), "cell that is", "cells that are"))
+            ) from None
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)) and not (
         pa.types.is_decimal(kind) or pa.types.is_null(kind)
     ):
@@ -245,12 +247,10 @@ def dates(column: Any, name: str, missing: Sequence[str] = (), form: str | None 
         known = pa.array([_date(cell, form) for cell in coded.dictionary.to_pylist()], pa.date32())
         column = known.take(coded.indices)
         if wrong := column.null_count - text.null_count:
+            found = count(wrong, f"cell of column '{name}' is no date", f"cells of column '{name}' are no dates")
             like = date(2024, 12, 31).strftime(form or "%Y-%m-%d")
             other = '. Where they are written as 31.12.2024, set format = "%d.%m.%Y" in the schema' * (form is None)
-            raise SordinoError(
-                f"data: {wrong} cells of column '{name}' are no dates like {like}{other}; list what means a missing "
-                "value under `missing`."
-            )
+            raise SordinoError(f"data: {found} like {like}{other}; list what means a missing value under `missing`.")
     try:
         days = column.cast(pa.date32()).cast(pa.int32())
     except pa.ArrowException:
@@ -409,4 +409,6 @@ def _no_number(name: str, what: str) -> str:
 
 
 def _unreadable(path: Path, why: object) -> SordinoError:
+    if isinstance(why, PermissionError):
+        return SordinoError(f"data: this user cannot read '{path}'; change its permissions.")
     return SordinoError(f"data: '{path}' cannot be read ({why}); check that it is a true {suffix_of(path)} file.")

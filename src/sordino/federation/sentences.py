@@ -98,7 +98,8 @@ def warning(why: str) -> str:
     """What a useless model means, and what helps."""
     return (
         f"WARNING: the model is no better than a constant guess: {why}. The noise exceeds the signal, or features "
-        "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon."
+        "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon. "
+        "Another run on the same data adds to the epsilon that is spent on them."
     )
 
 

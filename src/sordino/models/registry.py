@@ -7,6 +7,7 @@ run decides. Factories raise `SordinoError` if features or classes do not fit.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,7 +94,15 @@ def entry(name: str) -> ModelEntry:
     loaded = plugin.load()
     if not isinstance(loaded, ModelEntry) and not callable(loaded):
         raise SordinoError(f"model: '{name}' is a {type(loaded).__name__}; name a function that builds a module.")
-    return loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
+    known = loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
+    for option, about in known.options.items():
+        if about.default is inspect.Parameter.empty:
+            raise SordinoError(
+                f"model: '{name}' is called with `features` and `classes`, and with options of its own, which have "
+                f"defaults; '{option}' has none. Rename it to `classes` if it is the number of outputs, or give it a "
+                "default."
+            )
+    return known
 
 
 def plugin_of(name: str) -> plugins.Plugin | None:

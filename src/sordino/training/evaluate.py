@@ -20,6 +20,8 @@ from sordino.models.torch_model import TorchModel
 from sordino.training import metrics
 from sordino.training.metrics import MARGIN, Task, entropy
 
+LEAST_AREA = 0.6  # a smaller AUC is called hardly better than chance, however many test records show it
+
 
 def task_of(model: BuiltModel) -> Task:
     """What the model's labels are."""
@@ -183,9 +185,23 @@ def no_better(dataset: Dataset, scores: dict[str, Any]) -> str:
     loss, area, constant = scores.get("log_loss"), scores.get("auc"), entropy(y)
     ranks = area is not None and area > 0.5
     if loss is None or not loss < (1 - MARGIN) * constant:
-        but = f" (it ranks, with an AUC of {area:.4g}, but its risks are off)" if ranks else ""
-        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{but}"
+        return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{_ranking(area, y)}"
     return "" if ranks else f"its AUC is {_number(area)}"
+
+
+def _ranking(area: float | None, y: np.ndarray) -> str:
+    """What an AUC says beside a log loss that is no better than a constant's; empty up to 0.5.
+
+    A model ranks if its AUC is at least 0.6 and two standard errors above one half: the error is that of the rank
+    statistic of Mann and Whitney for scores that do not depend on the labels.
+    """
+    if area is None or not area > 0.5:
+        return ""
+    positive = int(np.count_nonzero(y))
+    error = math.sqrt((len(y) + 1) / (12 * max(1, positive) * max(1, len(y) - positive)))
+    if area < max(LEAST_AREA, 0.5 + 2 * error):
+        return f" (it ranks hardly better than chance, with an AUC of {area:.4g})"
+    return f" (it ranks, with an AUC of {area:.4g}, but its risks are off)"
 
 
 def deviance_of_mean(dataset: Dataset) -> float:

@@ -67,6 +67,7 @@ def export(run: LoadedRun, to: str, out: str | Path | None = None) -> list[Path]
             raise SordinoError(f"--out: '{path}' exists; name another file.")
     if not out.absolute().parent.is_dir():
         raise SordinoError(f"--out: there is no folder for '{out}'; make it first.")
+    files.check_writable(out)
     WRITERS[to](run, out)
     if to == "coefficients":
         return [out]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sordino import files
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 from sordino.evidence.signing import RunKey
 from sordino.settings import read_toml
 
@@ -58,8 +58,8 @@ def tested_on(cert: Mapping[str, Any]) -> str:
     if tested is None or trained is None:
         return "the records held out for testing"
     if cert.get("unit") == "person":  # then `records` counts persons
-        return f"the {tested:,} test records"
-    return f"the {tested:,} test records ({tested / max(1, tested + trained):.0%} of all records)"
+        return f"the {count(tested, 'test record')}"
+    return f"the {count(tested, 'test record')} ({tested / max(1, tested + trained):.0%} of all records)"
 
 
 def readme(cert: Mapping[str, Any], *, data_public: bool) -> str:

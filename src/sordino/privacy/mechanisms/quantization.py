@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from sordino.core import Correlated, Method, Stage, Stream, keep
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 from sordino.privacy.accounting.concentrated import LEAST_SMOOTHED_VARIANCE
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
@@ -116,9 +116,12 @@ class Integers:
         """The number of clients whose noise is in every opened sum and unknown to the coalition."""
         honest = clients - self.dropouts - self.colluders
         if honest < 2:
+            verb = "is" if clients == 1 else "are"
             raise SordinoError(
-                f"colluders: of {clients} sites {self.dropouts} may drop out and {self.colluders} may collude; only "
-                f"{max(honest, 0)} remain, which is no better than untrusted-server. Allow fewer, or add sites."
+                f"colluders: secure aggregation needs at least {self.dropouts + self.colluders + 2} sites where "
+                f"{self.dropouts} may drop out and {self.colluders} may collude, and there {verb} "
+                f"{count(clients, 'site')}: this is no better than untrusted-server. Add sites, or allow fewer of them "
+                "to drop out or collude."
             )
         return honest
 
