@@ -287,7 +287,7 @@ def test_a_person_at_two_clients_must_be_declared_in_an_evaluation(persons, tmp_
     place, _ = persons
     text = (place / "test.csv").read_text()
     (tmp_path / "t.csv").write_text(text + "50,5,yes,h1,p0\n")
-    with pytest.raises(SordinoError, match="more than 1 clients"):
+    with pytest.raises(SordinoError, match="more than 1 client, one at"):
         private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0)
     two = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_clients=2)
     one = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_ids="per-client")
