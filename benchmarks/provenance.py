@@ -16,10 +16,12 @@ def provenance(command: str) -> dict[str, Any]:
         done = subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
+    commit = git("rev-parse", "HEAD")
     return {
         "command": command,
-        "commit": git("rev-parse", "HEAD"),
-        "uncommitted_changes_in_src": bool(git("status", "--porcelain", "--", "../src")),
+        "commit": commit,
+        # None where there is no repository to ask, as in a copy of the files.
+        "uncommitted_changes_in_src": bool(git("status", "--porcelain", "--", "../src")) if commit else None,
         "python": platform.python_version(),
         "versions": {name: installed for name in PACKAGES if (installed := _version(name))},
     }

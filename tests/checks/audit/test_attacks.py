@@ -53,7 +53,9 @@ def test_auto_is_audited_about_its_centre(monkeypatch):
     privacy = Privacy(1.0, 1e-5, adjacency=Adjacency.ADD_REMOVE)
     found = audit("auto", privacy, runs=3 * FEW, seed=1)
     assert not found.broken
-    assert found.reach > 0.9  # the canary follows a noised centre: 0.93 to 1.0, by seed and processor
+    # The canary follows a noised centre, so that its reach depends on seed and processor; one of two seeds comes close.
+    assert found.reach > 0.9
+    assert max(found.reach, audit("auto", privacy, runs=FEW // 10, seed=3).reach) > 0.95
     assert found.lower_gaussian > 0.6
     assert audit("auto", privacy, runs=FEW // 2, seed=1, noise_factor=0.5).broken
 
