@@ -15,6 +15,7 @@ from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
 from sordino.data.sources import load
 from sordino.engines.schedule import round_plans
 from sordino.errors import OverspentError, SordinoError
+from sordino.evidence import certificate as certificates
 from sordino.evidence.certificate import certificate, listed
 from sordino.evidence.charges import charges
 from sordino.evidence.ledger import Charge, Ledger
@@ -22,6 +23,7 @@ from sordino.evidence.verify import _check_bounds, verify
 from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, releases, spending
+from sordino.privacy import plan as plans
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.mechanisms.random import Secure
@@ -331,6 +333,49 @@ def test_what_has_no_bound_is_refused_and_never_amplified(keys, word):
     assert not loose.proved
     assert not spending.samples(loose)
     assert any("not proved" in reason for reason in certificate(loose, Secure(), version="0")["reasons"])
+
+
+def old_account(monkeypatch):
+    """Account for clients of unequal weight in cohorts of a fixed size as for equal ones."""
+    for module in (plans, releases, certificates):
+        monkeypatch.setattr(module, "unequal_cohorts", lambda plan: "")
+
+
+def beyond(epsilon, rate, near, far):
+    """The hockey-stick divergence of (1 - rate) N(0) + rate N(near) and the same with far, by quadrature."""
+    x = np.linspace(-10, 12, 200_001)
+    unchanged = (1 - rate) * np.exp(-(x**2) / 2)
+    p, q = (unchanged + rate * np.exp(-((x - mean) ** 2) / 2) for mean in (near, far))
+    return float(np.maximum(p - math.exp(epsilon) * q, 0).sum() * (x[1] - x[0]) / math.sqrt(2 * math.pi))
+
+
+@pytest.mark.parametrize("adjacency", list(Adjacency))
+def test_a_light_client_in_a_cohort_of_a_fixed_size_is_told_apart_from_a_heavy_one(adjacency, monkeypatch):
+    """All other clients send -C. A sum that is larger tells that the light client took the place of one of them."""
+    keys = dict(name="dp-fedavg", who="fixed:1", sizes=(9,) * 20, rounds=1, epsilon=8.0, **CLIENT, adjacency=adjacency)
+    stricter = {"requested_epsilons": {0: 0.5}}
+    with pytest.raises(SordinoError, match=r"participation: client_epsilon under fixed:1: .*use poisson:R"):
+        plan(**keys, **stricter)
+    loose = plan(**keys, **stricter, uncertified=True)
+    assert not loose.proved
+    assert not spending.samples(loose)
+    assert "client_epsilon" in certificate(loose, Secure(), version="0")["reasons"][0]
+    assert plan(**{**keys, "who": "poisson:0.05"}, **stricter).proved
+    assert plan(**keys).proved
+    assert plan(**keys, requested_epsilons=dict.fromkeys(range(20), 0.5)).proved  # all weigh the same
+
+    old_account(monkeypatch)
+    old = plan(**keys, **stricter)
+    (noise,) = calibration.query_noises(old)
+    _, std = visible(old, noise)
+    small, one = (float(old.weights[0] / old.weights[1]) / std[0], 1 / std[0])
+    near, far = (one + small, one - small if adjacency is Adjacency.REPLACE_ONE else one)
+    stated = spending.client_epsilon(old, 0)
+    true_delta = max(beyond(stated, 0.05, near, far), beyond(stated, 0.05, far, near))
+    assert true_delta > 10 * old.privacy.delta
+    problems = []
+    _check_bounds(certificate(old, Secure(), version="0"), problems)
+    assert any("no account of cohorts of a fixed size whose clients weigh differently" in each for each in problems)
 
 
 # ------------------------------------------------------------------------------------------------------------- paths

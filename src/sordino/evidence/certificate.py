@@ -24,7 +24,14 @@ from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, continues_stream, noised_queries, plan_mechanism, unbounded_sampling
+from sordino.privacy.plan import (
+    Plan,
+    continues_stream,
+    noised_queries,
+    plan_mechanism,
+    unbounded_sampling,
+    unequal_cohorts,
+)
 from sordino.privacy.releases import QueryNoise, sampler_of
 from sordino.privacy.spending import Group
 
@@ -413,8 +420,8 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
         reasons.append(
             f"not proved: correlated noise under {plan.participation}, where any client may take part in every round"
         )
-    elif unbounded_sampling(plan):
-        reasons.append(f"not proved: {unbounded_sampling(plan)}")
+    elif why := unequal_cohorts(plan) or unbounded_sampling(plan):
+        reasons.append(f"not proved: {why}")
     elif not plan.proved:
         where = f"{plan.privacy.unit} level under {plan.privacy.trust}"
         reasons.append(f"not proved: {plan.method.name} at {where}. {plan.method.caveat}".strip())

@@ -774,6 +774,9 @@ def _check_rate(
         least, ran = float(law.rates(np.array([float(group["records"][0])]))[0]), law.kind
     elif unit is Unit.CLIENT and cert["trust"] == Trust.TRUSTED_SERVER:
         least, ran = float(cert["cohort"]) / int(cert["clients"]), cert["sampler"]["clients"].partition(":")[0]
+        lightest = min(_span(each["influence"][name])[0] for each in cert["groups"])
+        if sampler == Sampler.FIXED and not _near(lightest, 1.0):
+            problems.append(f"{name}: there is no account of cohorts of a fixed size whose clients weigh differently")
     else:
         problems.append(
             f"{name}: a rate below 1 is claimed, but sampling gives no privacy at {unit} level under {cert['trust']}"

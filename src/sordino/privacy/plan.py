@@ -119,7 +119,7 @@ class Plan:
     def proved(self) -> bool:
         """The method's noise is proved sufficient for this unit, trust model, participation and sampling."""
         known = (self.privacy.unit, self.privacy.trust) in self.method.proves
-        return known and not self.random_participation and not unbounded_sampling(self)
+        return known and not (self.random_participation or unbounded_sampling(self) or unequal_cohorts(self))
 
     @property
     def random_participation(self) -> bool:
@@ -276,6 +276,21 @@ def _sampled_kinds(stage: Stage) -> int:
     return sum(query.kind in SAMPLED for query in stage.queries)
 
 
+def unequal_cohorts(plan: Plan) -> str:
+    """Why nothing is proved for cohorts of a fixed size whose clients weigh differently; empty if they do not.
+
+    In a cohort of a fixed size a client takes the place of another one. Its account bounds the other one's term by its
+    own, but a heavier client moves the sum further, and so tells that the lighter one did not come.
+    """
+    unequal = plan.weights.max() > plan.weights.min() * (1 + 1e-12)
+    if not (unequal and plan.amplified and plan.participation.kind == "fixed"):
+        return ""
+    return (
+        f"client_epsilon under {plan.participation}: a stricter client weighs less, and takes the place of a heavier "
+        "one in a cohort of a fixed size, which tells more than its own account covers; use poisson:R."
+    )
+
+
 def unbounded_sampling(plan: Plan) -> str:
     """Why nothing is proved for this plan's minibatches; empty if it is proved, or if there are none."""
     queries = [q for stage in plan.method.stages for q in stage.queries]
@@ -389,6 +404,8 @@ def _check_proved(plan: Plan) -> None:
             f"participation: the correlated noise of {method.name} is certified for full, fixed:K or cyclic:K "
             f"participation, where each client's rounds are few by design; {plan.participation} is not."
         )
+    if (why := unequal_cohorts(plan)) and not optional:
+        raise SordinoError(f"participation: {why}")
     if (why := unbounded_sampling(plan)) and not optional:
         raise SordinoError(f"batch: {why}")
 

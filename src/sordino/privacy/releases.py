@@ -18,7 +18,7 @@ from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
+from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling, unequal_cohorts
 
 MOST_RATES = 20  # different ones where every message is visible: each has an account of its own
 FEW_RATES = 7  # the same for allocation, whose accounts take longer
@@ -163,7 +163,7 @@ def sampled_terms(plan: Plan, query: Query) -> np.ndarray:
 
 def sampling_rates(plan: Plan, query: Query) -> np.ndarray:
     """The rate at which a unit takes part in one release of the query, per client; 1 where sampling hides nothing."""
-    if unbounded_sampling(plan):
+    if unbounded_sampling(plan) or unequal_cohorts(plan):
         return np.ones(plan.clients)
     if query.sampled and plan.privacy.unit.sizes_public:
         if plan.only_sums_visible:  # `calibration` compares the clients, and needs no few rates

@@ -7,8 +7,9 @@ Poisson sampling: each record takes part with probability q, independently for e
     replace-one  (1-q) N(0) + q N(mu)  against  (1-q) N(0) + q N(-mu)
 
 Samples of a fixed size m out of n, without replacement, where n is public: a subset T of m other records is drawn, and
-a member y of T. With chance q = m / n the record x takes the place of y. An absent record leaves its place empty. Given
-T and y, whose weights are the same for both neighbours, one release compares, up to a common shift,
+a member y of T. With chance q = m / n the record x takes the place of y. An absent record leaves its place empty. The
+terms of all records have the same bound: next to a longer y, x would tell more. Given T and y, whose weights are the
+same for both neighbours, one release compares, up to a common shift,
 
     add-remove   (1-q) N(y) + q N(x)  against  (1-q) N(y) + q N(0), and the reverse
     replace-one  (1-q) N(y) + q N(x)  against  (1-q) N(y) + q N(x'),     where |x|, |x'|, |y| <= mu.
