@@ -444,6 +444,21 @@ def test_a_schedule_nobody_came_to():
     assert spending.epsilon(found) == 0
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("trust", [PC, SA])
+@pytest.mark.parametrize("mechanism", ["tree", "inverse-root", "independent"])
+def test_a_stream_nobody_added_to(mechanism, trust):
+    """Nothing was released, so the noise is that of one round, and no quotient of zeros."""
+    found = plan(
+        trust=trust, method=build("dp-ftrl", mechanism=mechanism), participation="poisson:1e-9", uncertified=True
+    )
+    (noise,) = calibration.query_noises(found)
+    alone = calibration.query_noises(plan(rounds=1, trust=trust))[0]
+    assert not any(len(cohort) for cohort in found.cohorts)
+    np.testing.assert_allclose(noise.std, alone.std, rtol=1e-9)
+    assert spending.epsilon(found) == 0
+
+
 # ------------------------------------------------------------------------------------------------ a fixed noise level
 
 ACCOUNTS = list(itertools.product(Trust, Unit, ["full", "fixed:3", "poisson:0.6"]))

@@ -201,7 +201,7 @@ def _query_noise(
     divisor = 1.0 if query.kind is Kind.DELTA else np.asarray(plan.sizes, dtype=float)
     divisor = divisor * plan.rates if query.kind in SAMPLED else divisor
     weight = plan.weights / divisor
-    factor = release_counts(plan, stage, query)[1].max()
+    factor = release_counts(plan, stage, query)[1].max() or 1.0  # where nobody takes part, that of fresh noise
     mechanism = plan_mechanism(plan, stage, number)
     needed = np.zeros(plan.clients) if plan.noiseless else mechanism.std(sensitivity * factor * np.sqrt(parts), mu)
     std = (weight * needed).max() / weight if plan.only_sums_visible else needed
