@@ -4,10 +4,10 @@
 
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
-Estimation keeps the sum of a prediction, no medians, and nothing that is null; subsampling leaves out what was tried,
-times, and the work and noise multiplier of rows other than epsilon 1; audits keep bounds and how near the attack came;
-checks name their columns once; the table of methods leaves out the command of each run. Other documents only lose
-white space and digits. What is dropped is made again by the command in the document.
+Estimation keeps the sum of a prediction, no medians, and nothing that is null, and names its columns once; subsampling
+leaves out what was tried, times, and the work and noise multiplier of rows other than epsilon 1; audits keep bounds and
+how near the attack came; checks name their columns once; the table of methods leaves out the command of each run. Other
+documents only lose white space and digits. What is dropped is made again by the command in the document.
 """
 
 from __future__ import annotations
@@ -79,24 +79,41 @@ def settings(tuning: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def estimation(document: dict[str, Any]) -> dict[str, Any]:
-    points = [
-        {key: value for key, value in point.items() if key not in UNSHOWN and value is not None}
-        for point in document["points"]
-    ]
-    points = [
-        {**point, "predicted": {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}}
-        if "predicted" in point
-        else point
-        for point in points
-    ]
-    for point in points:  # no page shows medians, or more digits of a standard error
-        point["methods"] = {
-            name: {
-                key: float(f"{value:.2g}") if key == "se" else value for key, value in found.items() if key != "median"
-            }
-            for name, found in point["methods"].items()
-        }
-    return {**document, "points": points}
+    """Points as rows under columns that are named once; those of MNIST, which have other fields, stay as they are.
+
+    `points_of` of benchmarks/estimation.py reads both. A document in this form stays as it is.
+    """
+    if "columns" in document:
+        return document
+    simulated = [flat(shown_of_point(point)) for point in document["points"] if "model" in point]
+    columns = list(dict.fromkeys(name for point in simulated for name in point))
+    rest = {key: value for key, value in document.items() if key != "points"}
+    rows = [[point.get(name) for name in columns] for point in simulated]
+    mnist = [shown_of_point(point) for point in document["points"] if "model" not in point]
+    return {**rest, "columns": columns, "rows": rows, "mnist": mnist}
+
+
+def shown_of_point(point: dict[str, Any]) -> dict[str, Any]:
+    """A point without what no page shows: medians, parts of a prediction, more than two digits of a standard error."""
+
+    def measured(values: dict[str, float]) -> dict[str, float]:
+        kept = {key: value for key, value in values.items() if key != "median"}
+        return {**kept, "se": float(f"{values['se']:.2g}")}
+
+    kept = {key: value for key, value in point.items() if key not in UNSHOWN and value is not None}
+    kept["methods"] = {name: measured(values) for name, values in point["methods"].items()}
+    if "predicted" in point:
+        kept["predicted"] = {name: {"total": parts["total"]} for name, parts in point["predicted"].items()}
+    return kept
+
+
+def flat(point: dict[str, Any]) -> dict[str, Any]:
+    """A point with names such as "methods fedsgd error" in place of tables inside tables."""
+    values = {key: value for key, value in point.items() if key not in ("methods", "predicted")}
+    for part in ("methods", "predicted"):
+        for name, figures in point.get(part, {}).items():
+            values |= {f"{part} {name} {key}": value for key, value in figures.items()}
+    return values
 
 
 def subsampled(document: dict[str, Any]) -> dict[str, Any]:

@@ -189,8 +189,25 @@ def best_steps(points: list[dict[str, Any]]) -> str:
     return report.markdown(["model", "μ", *LABELS.values()], rows)
 
 
+def points_of(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The points of results/estimation.json, which `benchmarks/compact.py` keeps as rows under common columns."""
+    if "points" in document:
+        return document["points"]
+    points = []
+    for row in document["rows"]:
+        point: dict[str, Any] = {}
+        for column, value in zip(document["columns"], row, strict=True):
+            *parts, last = column.split(" ")
+            inner = point
+            for part in parts:
+                inner = inner.setdefault(part, {})
+            inner[last] = value
+        points.append(point)
+    return points + document["mnist"]
+
+
 def page(document: dict[str, Any]) -> str:
-    points = document["points"]
+    points = points_of(document)
     lines = [
         "# Private federated estimation: measured and predicted",
         f"`{document['provenance']['command']}`; raw figures in `results/estimation.json`. "

@@ -204,6 +204,27 @@ def test_compacting_names_the_file_of_settings_that_a_larger_table_holds():
     assert settings(None) is None
 
 
+def test_compacting_estimation_names_columns_once_and_keeps_every_point():
+    compact, points_of = loaded("compact"), loaded("estimation").points_of
+    methods = {"fedsgd": {"error": 0.25, "se": 0.0123, "median": 0.2}}
+    simulated = {"model": "logistic", "rate": 0.1, "rate_with_log": 0.2, "torch": "2", "methods": methods}
+    simulated["predicted"] = {"fedsgd": {"total": 0.24, "bias": 0.0}}
+    mnist = {"task": "mnist-binary", "methods": {"fedsgd": {"accuracy": 0.9, "se": 0.00345}}}
+    document = {"points": [simulated, {**simulated, "rate_with_log": None}, mnist]}
+    held = compact.estimation(document)
+    assert compact.estimation(held) == held
+    short = {
+        "model": "logistic",
+        "rate": 0.1,
+        "rate_with_log": 0.2,
+        "methods": {"fedsgd": {"error": 0.25, "se": 0.012}},
+    }
+    short["predicted"] = {"fedsgd": {"total": 0.24}}
+    mnist["methods"]["fedsgd"]["se"] = 0.0034
+    assert points_of(held) == [short, {**short, "rate_with_log": None}, mnist]
+    assert points_of(document) == document["points"]
+
+
 def test_compacting_subsampling_keeps_what_the_page_reads():
     compact = loaded("compact")
     row = {"epsilon": 1.0, "mean": 0.6, "noise_multiplier": 2.0, "record_gradients": 7, "milliseconds_per_round": 3.0}

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from sordino import checks
+from sordino.checks import report as rows
+from sordino.checks import suites
 from sordino.checks.language import clips_every_token, small_language, tokens
 from sordino.cli import main
 from sordino.core import Adjacency, Shard, Unit
@@ -21,8 +23,8 @@ def test_sequences_keep_their_contracts(unit):
 
 
 def test_a_mutant_that_is_none_is_noticed(monkeypatch):
-    monkeypatch.setattr(checks, "_reports", lambda *args: iter([passed("replace-one")]))
-    monkeypatch.setattr(checks, "clips_every_token", lambda method, model: (method, model))
+    monkeypatch.setattr(rows, "reports_of", lambda *args: iter([passed("replace-one")]))
+    monkeypatch.setattr(suites, "clips_every_token", lambda method, model: (method, model))
     (report,) = checks.check_sequences(trials=checks.LEAST_TRIALS, units=[Unit.RECORD])
     assert not report.passed
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from sordino import checks
+from sordino.checks.mutants import refactors_by_records, sends_the_frozen_factor
 from sordino.checks.search import TRIALS
+from sordino.checks.suites import small_adapters
 from sordino.core import Adjacency, Shard, Unit
 from sordino.engines import reference, simulate
 from sordino.engines.schedule import stage_facts
@@ -201,10 +203,10 @@ def test_contracts_hold(unit):
 
 @pytest.mark.parametrize("variant", ["alternating", "fedsvd"])
 def test_wrong_twins_are_rejected(variant):
-    method, model = method_for("dp-fedgd", variant, rounds=2), checks.small_adapters(variant)
+    method, model = method_for("dp-fedgd", variant, rounds=2), small_adapters(variant)
     found = checks.sensitivity(method, model, Adjacency.ADD_REMOVE, trials=8)
     assert all(each.reached >= 0.9 and not each.beyond for each in found), found
-    wrong = checks.sends_the_frozen_factor(method, model)
+    wrong = sends_the_frozen_factor(method, model)
     assert all(each.beyond for each in checks.sensitivity(*wrong, adjacency=Adjacency.ADD_REMOVE, trials=8))
     assert checks.replay(method, model) == []
-    assert checks.replay(*checks.refactors_by_records(method, model))
+    assert checks.replay(*refactors_by_records(method, model))

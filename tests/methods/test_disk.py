@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from sordino import checks
+from sordino.checks import report
 from sordino.checks.mutants import blended_stages, breaks, clips_each_gradient, concerns
+from sordino.checks.suites import small_adapters
 from sordino.core import Adjacency, Blend, Local, Privacy, Shard, Unit
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
@@ -173,7 +175,7 @@ def test_a_check_of_another_method_tries_that_mutant(monkeypatch):
         tried.append(options.get("rejects"))
         return search(method, model, *args, **options)
 
-    monkeypatch.setattr(checks, "sensitivity", watched)
+    monkeypatch.setattr(report, "sensitivity", watched)
     monkeypatch.setitem(checks.MUTANTS, "sensitivity", (clips_each_gradient,))
     reports = checks.check("extrapolated", method=of_others(), models=[SQUARES], trials=checks.LEAST_TRIALS)
     assert [report.problems for report in reports] == [[]] * 4
@@ -184,7 +186,7 @@ def test_a_check_of_another_method_tries_that_mutant(monkeypatch):
 @pytest.mark.parametrize("variant", ["alternating", "fedsvd"])
 def test_a_part_of_adapters_is_blended_within_the_clip(variant):
     method = with_adapters(build("dp-disk"), variant, rounds=2)
-    model = checks.small_adapters(variant)
+    model = small_adapters(variant)
     assert not any(found.beyond for found in checks.sensitivity(method, model, Adjacency.ADD_REMOVE, trials=1))
     assert checks.engines(method, model) <= checks.TOLERANCE
 

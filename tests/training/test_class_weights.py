@@ -10,6 +10,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from sordino import checks
+from sordino.checks import suites
 from sordino.cli import main
 from sordino.core import Shard, Unit
 from sordino.data.schema import PREVALENCE, Schema
@@ -95,7 +96,7 @@ def test_contracts_hold_and_weights_beyond_the_clip_are_rejected(unit, monkeypat
     reports = checks.check_weights(trials=checks.LEAST_TRIALS, units=[unit])
     assert len(reports) == (4 if unit is Unit.RECORD else 2)
     assert [problem for report in reports for problem in report.problems] == []
-    monkeypatch.setattr(checks, "weighs_beyond_the_clip", lambda method, model: (method, model))
+    monkeypatch.setattr(suites, "weighs_beyond_the_clip", lambda method, model: (method, model))
     assert not any(report.passed for report in checks.check_weights(trials=checks.LEAST_TRIALS, units=[Unit.RECORD]))
 
 

@@ -15,102 +15,48 @@ test, which are deliberately wrong, and reports every mutant that passes. A cont
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from sordino import core
-from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
-from sordino.checks.fixtures import claims
-from sordino.checks.language import clips_every_token, small_language
-from sordino.checks.mutants import (
-    MUTANT_RATE,
-    MUTANTS,
-    OF_CLIPPINGS,
-    OF_MINIBATCHES,
-    blended_stages,
-    breaks,
-    concerns,
-    network_form,
-    refactors_by_records,
-    sends_the_frozen_factor,
-    weighed_records,
-    weighs_beyond_the_clip,
-)
+from sordino.checks.contracts import TOLERANCE, apart, asks, engines, replay, unasked
+from sordino.checks.mutants import MUTANT_RATE, MUTANTS, network_form
+from sordino.checks.report import LEAST_TRIALS, Report, apart_engines, missed_mutant, rejecting, reports_of, searched
 from sordino.checks.search import REQUIRED_SHARE, TRIALS, Found, sensitivity
-from sordino.checks.streams import MECHANISMS, missed_mutants, streams
+from sordino.checks.streams import streams
+from sordino.checks.suites import (
+    CHECKED_MODELS,
+    SUITES,
+    check_adapters,
+    check_calibration,
+    check_clipping,
+    check_sequences,
+    check_streams,
+    check_uncertainty,
+    check_weights,
+    small_network,
+)
 from sordino.checks.sums import ROWS, OneAccumulator, sums
 from sordino.checks.tallies import tallies
-from sordino.core import Adjacency, Clipping, Kind, Method, Unit
+from sordino.core import Adjacency, Kind, Method, Unit
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
-from sordino.methods.adapters import with_adapters
-from sordino.methods.calibration import calibrated
-from sordino.methods.clipping import with_clipping
-from sordino.methods.uncertainty import OF_CLASSES, OF_QUANTITIES, of_counts, with_uncertainty
 from sordino.models import registry
 from sordino.models.hazards import Hazards
-from sordino.models.linear import Linear, Loss
-from sordino.models.lora import adapt
-from sordino.models.torch_model import TorchModel
+from sordino.models.linear import Loss
 from sordino.models.trees import Trees
-from sordino.privacy.participation import FULL
-
-
-class Report(NamedTuple):
-    """The result for one noised query of a method, one unit and one adjacency.
-
-    Attributes:
-      name: the method.
-      unit: the protected unit.
-      adjacency: the adjacency; empty where nothing is noised.
-      query: the stage, the number and the kind of the query.
-      claimed: the sensitivity that the query claims.
-      worst_found: the largest change of a release that the search found.
-      engines_max_diff: the largest difference between the two engines.
-      passed: whether all contracts hold.
-      problems: what is broken, one sentence per problem. Every report of a method repeats the problems that concern
-        the whole method.
-    """
-
-    name: str
-    unit: str
-    adjacency: str
-    query: str
-    claimed: float
-    worst_found: float
-    engines_max_diff: float
-    passed: bool
-    problems: list[str]
-
 
 MINIBATCHES = f"poisson:{MUTANT_RATE:g}"  # for which bounds about minibatches are checked
 MODEL_SHAPES = ((3, 3), (3, 2), (64, 10), (784, 10), (3072, 10), (3, 0))  # features, classes: the first that fits
 MODEL_OPTIONS: dict[str, dict[str, Any]] = {"hazards": {"edges": (0.0, 1.0, 2.0, 3.0)}}  # that have no default
-LEAST_TRIALS = 8  # with fewer, the search may miss a mutant of a correct method
-# The names of `SUITES` in reports and for `sordino check`.
-ADAPTERS = "adapters"  # the variants of low-rank adapters
-CALIBRATE = "calibrate"  # calibrated intercepts
-CLIPPING = "clipping"  # the laws of clipping of networks
-SEQUENCES = "sequences"  # causal language models
-STREAMS = "streams"  # noise that is correlated over rounds
-UNCERTAINTY = "uncertainty"  # the releases for standard errors
-WEIGHTS = "weights"  # weights of classes and of records
-CHECKED_CLIPPINGS = ("per-layer", "per-layer:1,2", "automatic")
-CHECKED_VARIANTS = ("freeze-a", "alternating", "fedsvd")
 # Options that make another method of one, for networks, and the units for which that is proved.
 NETWORK_OPTIONS: tuple[tuple[dict[str, Any], tuple[Unit, ...]], ...] = (
     ({"network": True}, (Unit.RECORD, Unit.PERSON)),
     ({"network": True, "minibatches": 2}, (Unit.RECORD, Unit.PERSON)),
     ({"curvature": "fisher"}, (Unit.RECORD, Unit.CLIENT)),
 )
-MAX_SEARCHES = 3  # at most, if a search does not come near enough to the claim
-# A claim must hold on every model; the search must come near it on at least one.
-MUTANT_TRIALS = 4  # restarts of the search for a mutant, over those for the method
-CHECKED_MODELS = (Linear(3, 3), Linear(3, 1, Loss.SQUARES, bias=False))
 CHECKED_TREES = (Trees(3, 3, trees=2, depth=2), Trees(3, 1, Loss.SQUARES, trees=3, depth=2, columns=2))
 
 
@@ -177,8 +123,8 @@ def _checked(name: str, method: Method, models: Sequence[Any], trials: int, seed
     """The reports of a method; of one for networks, also against the mutant that it has because of that."""
     mutant = network_form(method)[1]
     if mutant is None:
-        return _reports(name, method, models, trials, seed)
-    return _rejecting(mutant, name, method, models[0], trials, seed)
+        return reports_of(name, method, models, trials, seed)
+    return rejecting(mutant, name, method, models[0], trials, seed)
 
 
 def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
@@ -192,8 +138,8 @@ def _with_minibatches(name: str, method: Method, models: Sequence[Any], trials: 
         return
     difference = engines(method, models[0], seed=seed, sampling=MINIBATCHES)
     adjacency = Adjacency.ADD_REMOVE
-    for worst, missed in _searched(method, models[:1], adjacency, trials, seed, MINIBATCHES):
-        problems = [*_apart_engines(difference), *worst.problems, *missed]
+    for worst, missed in searched(method, models[:1], adjacency, trials, seed, MINIBATCHES):
+        problems = [*apart_engines(difference), *worst.problems, *missed]
         numbers = (worst.claimed, worst.worst, difference)
         yield Report(f"{name} {MINIBATCHES}", method.unit, adjacency, worst.query, *numbers, not problems, problems)
 
@@ -231,7 +177,7 @@ def check_model(
         methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
             methods += [entry("auto").at(unit, intervals=model.outputs) for unit in units]
-        return [report for method in methods for report in _reports(name, method, [model], trials, seed)]
+        return [report for method in methods for report in reports_of(name, method, [model], trials, seed)]
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]} --shape names another.")
 
 
@@ -257,7 +203,7 @@ def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Repor
     finally:
         torch.set_num_threads(before)
     rejected = {finding.query for finding in sums(OneAccumulator, rows=(10_000,), device=device) if finding.problems}
-    missed = [_missed("sums", OneAccumulator)]
+    missed = [missed_mutant("sums", OneAccumulator)]
     return [r if r.query in rejected else r._replace(passed=False, problems=[*r.problems, *missed]) for r in reports]
 
 
@@ -284,297 +230,7 @@ def check_tally(
     if trials < LEAST_TRIALS:
         raise SordinoError(f"trials: {trials} must be at least {LEAST_TRIALS}.")
     methods, models = [known[name].at(unit) for unit in units], known[name].models
-    return [report for each in methods for report in _reports(name, each, models, trials, seed)]
-
-
-def check_calibration(
-    name: str = CALIBRATE, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with calibrated intercepts and slope, on a model of two classes.
-
-    Args:
-      name: the name that reports show.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, noised query and adjacency.
-    """
-    methods = [calibrated(entry("dp-fedgd").at(unit), 0.1, 0.1) for unit in units]
-    return [report for each in methods for report in _reports(name, each, [Linear(3, 2)], trials, seed)]
-
-
-def check_uncertainty(
-    name: str = UNCERTAINTY, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with the releases for standard errors: of classes, quantities and counts.
-
-    Args:
-      name: the name that reports show.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, kind of labels, noised query and adjacency.
-    """
-    reports: list[Report] = []
-    counts = (Linear(3, 1, Loss.POISSON),)
-    kinds = ((OF_CLASSES, CHECKED_MODELS), (OF_QUANTITIES, CHECKED_MODELS), (of_counts(3.0), counts))
-    for unit, (terms, models) in itertools.product(units, kinds):
-        method = with_uncertainty(entry("dp-fedgd").at(unit), 0.2, 0.5, terms, 1 if unit is Unit.RECORD else 2)
-        reports += _reports(name, method, models, trials, seed)
-    return reports
-
-
-def check_weights(
-    name: str = WEIGHTS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with class weights and, for records, with weights of single records.
-
-    One more mutant weighs terms beyond the clip.
-
-    Args:
-      name: the name that reports show.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, kind of weights, noised query and adjacency.
-    """
-    classes = Linear(3, 3, class_weights=torch.tensor([0.5, 2.0, 2.0]))
-    reports: list[Report] = []
-    for unit in units:
-        method = entry("dp-fedgd").at(unit)
-        for model in (classes, weighed_records(Linear(3, 3))) if unit is Unit.RECORD else (classes,):
-            reports += _rejecting(weighs_beyond_the_clip, name, method, model, trials, seed)
-    return reports
-
-
-def check_clipping(
-    name: str = CLIPPING, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with each law of clipping other than flat, on a small network.
-
-    Each law has one more mutant: every layer has the whole clip, or a gradient is divided by the norm of one layer.
-
-    Args:
-      name: the name that reports show, before the law.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, law, noised query and adjacency.
-    """
-    model = small_network()
-    reports: list[Report] = []
-    for unit in units:
-        for law in CHECKED_CLIPPINGS:
-            clipping = Clipping.parse(law)
-            method = with_clipping(entry("dp-fedgd").at(unit), clipping)
-            reports += _rejecting(OF_CLIPPINGS[clipping.law], f"{name} {law}", method, model, trials, seed)
-    return reports
-
-
-def check_sequences(
-    name: str = SEQUENCES, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with a small causal language model, whose records may begin with a prompt.
-
-    There is one more mutant: every token that counts is clipped by itself.
-
-    Args:
-      name: the name that reports show.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, noised query and adjacency.
-    """
-    model, methods = small_language(), [entry("dp-fedgd").at(unit) for unit in units]
-    return [report for each in methods for report in _rejecting(clips_every_token, name, each, model, trials, seed)]
-
-
-def check_streams(name: str = STREAMS, *, seed: int = 0, units: Sequence[Unit] = tuple(Unit)) -> list[Report]:
-    """Check the correlated noise of DP-FTRL with each mechanism: the contracts `streams` and `engines`.
-
-    The mutants claim the sensitivity of one round, of rounds that are apart, or of an encoder without its last
-    diagonal; or they draw noise afresh that must be carried, or the same noise in every round.
-
-    Args:
-      name: the name that reports show, before the mechanism.
-      seed: seed of the records on which the engines are compared.
-      units: the protected units.
-
-    Returns:
-      One report per unit and mechanism. Claims are factors on the sensitivity of one answer.
-    """
-    reports = []
-    for unit, (mechanism, options) in itertools.product(units, MECHANISMS.items()):
-        method = entry("dp-ftrl").at(unit, **options)
-        found, difference = streams(method), engines(method, CHECKED_MODELS[0], seed=seed)
-        missed = [_missed("streams", mutant) for mutant in missed_mutants(method)]
-        problems = [*found.problems, *missed, *_apart_engines(difference)]
-        numbers = (found.claimed, found.worst, difference, not problems, problems)
-        reports.append(Report(f"{name} {mechanism}", unit, "", "0.0 stream", *numbers))
-    return reports
-
-
-def check_adapters(
-    name: str = ADAPTERS, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
-) -> list[Report]:
-    """Run all contracts on DP-FedGD with each variant of low-rank adapters other than `lora`, on a small network.
-
-    Where a round trains a part of theta there are two more mutants: the frozen factor is sent too, outside of the clip,
-    and the server's step depends on records.
-
-    Args:
-      name: the name that reports show, before the variant.
-      trials: restarts of the search for one query.
-      seed: seed of the search.
-      units: the protected units.
-
-    Returns:
-      One report per unit, variant, noised query and adjacency.
-    """
-    reports: list[Report] = []
-    for unit in units:
-        for variant in CHECKED_VARIANTS:
-            model, named, always = small_adapters(variant), f"{name} {variant}", list[str]()
-            method = with_adapters(entry("dp-fedgd").at(unit), variant, rounds=2)
-            if variant == "freeze-a":
-                reports += _reports(named, method, [model], trials, seed)
-                continue
-            if not replay(*refactors_by_records(method, model), seed=seed):
-                always = [_missed("replay", refactors_by_records)]
-            for report in _rejecting(sends_the_frozen_factor, named, method, model, trials, seed):
-                reports.append(report._replace(passed=report.passed and not always, problems=report.problems + always))
-    return reports
-
-
-class _Adaptable(torch.nn.Module):
-    """Two layers for records of three features and two classes; the first is adapted."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.head = torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores: torch.Tensor = self.head(torch.nn.functional.leaky_relu(self.query(x)))
-        return scores
-
-
-def small_adapters(variant: str) -> TorchModel:
-    """A small network with an adapter of rank 2."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return TorchModel(adapt(_Adaptable(), rank=2, dropout=0.0, variant=variant), shape=(3,))
-
-
-def small_network() -> TorchModel:
-    """Two layers, for records of three features and two classes."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return TorchModel(torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LeakyReLU(), torch.nn.Linear(2, 2)))
-
-
-# What `sordino check` tries beside methods, models and tallies, by the names that reports show.
-SUITES: dict[str, Callable[[str], list[Report]]] = {
-    CALIBRATE: check_calibration,
-    WEIGHTS: check_weights,
-    UNCERTAINTY: check_uncertainty,
-    CLIPPING: check_clipping,
-    SEQUENCES: check_sequences,
-    STREAMS: check_streams,
-    ADAPTERS: check_adapters,
-}
-
-
-def _reports(name: str, method: Method, models: Sequence[Any], trials: int, seed: int) -> Iterator[Report]:
-    model = models[0]
-    if problems := asks(method, model, seed=seed):  # a method that overspends may not finish a round
-        yield Report(name, method.unit, "", "", 0.0, 0.0, 0.0, False, problems)
-        return
-    problems = [*unasked(method, model, seed=seed), *replay(method, model, seed=seed)]
-    problems += [problem for each in models for problem in apart(method, each, seed=seed)]
-    refusals: list[str] = []
-    difference = max(engines(method, each, seed=seed, refusals=refusals) for each in models)
-    if refusals:
-        problems.append(
-            f"engines: an engine refuses the method under {refusals[0]} Local steps, memory, and messages other than "
-            "plain answers are proved for untrusted-server only; leave the other pairs out of `proves`."
-        )
-    else:
-        problems += _apart_engines(difference)
-    rejects: dict[str, Callable[..., bool]] = {
-        "apart": lambda *wrong: bool(apart(*wrong, seed=seed)),
-        "asks": lambda *wrong: bool(asks(*wrong, seed=seed)),
-        "replay": lambda *wrong: bool(replay(*wrong, seed=seed)),
-        "engines": lambda *wrong: any(gap > TOLERANCE for gap in gaps(*wrong, seed=seed)),
-    }
-    for contract, reject in rejects.items():
-        mutants = [mutant for mutant in MUTANTS[contract] if breaks(mutant, method)]
-        problems += [_missed(contract, mutant) for mutant in mutants if not reject(*mutant(method, model))]
-    if not claims(method):
-        yield Report(name, method.unit, "", "no-privacy", 0.0, 0.0, difference, not problems, problems)
-        return
-    for adjacency in Adjacency:
-        for worst, missed in _searched(method, models, adjacency, trials, seed):
-            all_problems = [*problems, *worst.problems, *missed]
-            numbers = (worst.claimed, worst.worst, difference)
-            yield Report(name, method.unit, adjacency, worst.query, *numbers, not all_problems, all_problems)
-
-
-def _rejecting(
-    mutant: Callable[..., Any], name: str, method: Method, model: Any, trials: int, seed: int
-) -> Iterator[Report]:
-    """The reports of one model, and a problem for each adjacency under which one more mutant passes."""
-    wrong, its_model = mutant(method, model)
-    for report in _reports(name, method, [model], trials, seed):
-        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed)
-        missed = [] if all(each.beyond for each in found) else [_missed("sensitivity", mutant)]
-        problems = [*report.problems, *missed]
-        yield report._replace(passed=not problems, problems=problems)
-
-
-def _searched(
-    method: Method, models: Sequence[Any], adjacency: Adjacency, trials: int, seed: int, sampling: str = FULL
-) -> Iterator[tuple[Found, list[str]]]:
-    """For each query: the worst case over all models, and a problem for each mutant that passes on that model."""
-    search = partial(sensitivity, adjacency=adjacency, trials=trials, seed=seed, sampling=sampling)
-    by_model = [search(method, model) for model in models]
-    for again in range(1, MAX_SEARCHES):  # with another seed, if no search came near enough
-        if all(max(worst.reached for worst in query) >= REQUIRED_SHARE for query in zip(*by_model, strict=True)):
-            break
-        by_model += [search(method, model, seed=seed + again, further=True) for model in models]
-    worst = [max(enumerate(results), key=lambda result: result[1].reached) for results in zip(*by_model, strict=True)]
-    missed: list[list[str]] = [[] for _ in worst]
-    blended = blended_stages(method, models[0], seed=seed)
-    mutants = MUTANTS["sensitivity"] if sampling == FULL else OF_MINIBATCHES
-    for mutant in (mutant for mutant in mutants if breaks(mutant, method)):
-        changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query, blended)]
-        for best in {worst[k][0] for k in changed}:
-            here = [k for k in changed if worst[k][0] == best]
-            wrong = mutant(method, models[best % len(models)])
-            found = search(*wrong, trials=MUTANT_TRIALS * trials, rejects=here)  # most end in the first few
-            for k in here:
-                missed[k] += [] if found[k].beyond else [_missed("sensitivity", mutant)]
-    yield from zip((found for _, found in worst), missed, strict=True)
-
-
-def _apart_engines(difference: float) -> list[str]:
-    """The problem of engines that differ; none if they agree."""
-    if difference <= TOLERANCE:
-        return []
-    return [f"engines: the engines differ by {difference:.2g}; at most {TOLERANCE:g} is allowed"]
-
-
-def _missed(contract: str, mutant: Callable[..., Any]) -> str:
-    return f"{contract}: the contract did not reject the mutant '{mutant.__name__}'"
+    return [report for each in methods for report in reports_of(name, each, models, trials, seed)]
 
 
 __all__ = [

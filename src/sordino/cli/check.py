@@ -117,6 +117,7 @@ def act(arguments: argparse.Namespace) -> int:
     if arguments.case is not None:
         raise SordinoError("--case: it names a case of --fuzz; give --fuzz SECONDS too.")
     from sordino import checks, methods, plugins
+    from sordino.checks.suites import SEQUENCES, SUITES
     from sordino.checks.tallies import tallies
     from sordino.data.records import check_device
     from sordino.models import registry
@@ -124,7 +125,7 @@ def act(arguments: argparse.Namespace) -> int:
     own = {name: plugins.allow(name) for name in arguments.method if ":" in name}
     outside = plugins.found(plugins.MODELS) | plugins.found(plugins.METHODS) | own
     counted = tallies()
-    names = [*methods.REGISTRY, *checks.SUITES, "hazards", *counted, *outside] if arguments.all else arguments.method
+    names = [*methods.REGISTRY, *SUITES, "hazards", *counted, *outside] if arguments.all else arguments.method
     if not names and not arguments.sums:
         raise SordinoError("check: name a method, or use --all.")
     check_device(arguments.device)
@@ -132,13 +133,13 @@ def act(arguments: argparse.Namespace) -> int:
     models = {*registry.REGISTRY, *plugins.found(plugins.MODELS), *own} - known
     shapes = None if arguments.shape is None else [_shape(arguments.shape)]
     for name in names:
-        if name not in counted and name not in checks.SUITES:
+        if name not in counted and name not in SUITES:
             registry.entry(name) if name in models else methods.entry(name)
     causal = [name for name, model in registry.REGISTRY.items() if model.causal]
     by_name: dict[str, Callable[[str], list[Report]]] = {
         **dict.fromkeys(models, partial(checks.check_model, shapes=shapes)),
-        **checks.SUITES,
-        **dict.fromkeys(causal, checks.SUITES[checks.SEQUENCES]),
+        **SUITES,
+        **dict.fromkeys(causal, SUITES[SEQUENCES]),
         **dict.fromkeys(counted, checks.check_tally),
     }
     sums = arguments.all or arguments.sums
