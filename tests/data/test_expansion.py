@@ -189,7 +189,7 @@ def test_a_linear_model_of_bins_or_random_features_learns_a_hump(place, tmp_path
     risks = run.predict_proba(frame)[:, 1]
     assert risks[0] > risks[1] + 0.3, "columns are found by name, and features are made of them"
     export(run, "coefficients", tmp_path / "coefficients.csv")
-    assert "\nage near 54.2857,yes," in (tmp_path / "coefficients.csv").read_text()
+    assert "\nage near 54.2857,yes against no," in (tmp_path / "coefficients.csv").read_text()
     export(run, "sklearn", tmp_path / "model.joblib")
     import joblib
 

@@ -9,6 +9,7 @@ import torch
 from scipy.special import ndtr
 
 from sordino.cli import main
+from sordino.cli.audit import _effort, about
 from sordino.core import Unit
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError
@@ -143,13 +144,42 @@ def test_the_picture_shows_the_limit(tmp_path):
     assert most_true_positives(found._replace(mu=None), rates)[0] == pytest.approx(found.delta)
 
 
+def test_repetitions_are_as_many_as_the_time_allows():
+    quick, slow, hopeless = black_box.Pace(0.01), black_box.Pace(1.0), black_box.Pace(1000.0)
+    assert quick.runs() == black_box.RUNS
+    assert black_box.LEAST_RUNS < slow.runs() < black_box.RUNS
+    assert slow.seconds(slow.runs()) <= black_box.SECONDS < slow.seconds(slow.runs() + 10)
+    assert hopeless.runs() == black_box.LEAST_RUNS
+    assert black_box.steps(50) == 2 * (50 + 25)
+    assert black_box.pilot_runs(10) == black_box.LEAST_PILOT_RUNS
+    assert black_box.measure(prepared(rounds=6)).seconds_per_run > 0
+    assert black_box.measure(prepared(rounds=1)).seconds_per_run > 0
+
+
+def test_ticks_count_every_repetition():
+    ticks = []
+    attack(prepared(), runs=70, seed=1, tick=ticks.append)
+    assert sum(ticks) == black_box.steps(70)
+
+
+def test_the_effort_is_said_before_it_is_made():
+    slow = black_box.Pace(4.0)
+    line = _effort(slow, 50, 70, asked=False)
+    assert line.startswith("repeats the run 150 times, 70 rounds each: 50 per data set for the bounds, 25 for")
+    assert "takes about 10 minutes. More are sharper: --runs 500 takes about 71 minutes" in line
+    assert "--runs" not in _effort(slow, 80, 70, asked=True)
+    assert [about(seconds) for seconds in (5, 90, 7200)] == ["less than a minute", "about 2 minutes", "about 2 hours"]
+
+
 def test_the_command_audits_a_folder(tmp_path, capsys):
     out = tmp_path / "run"
     words = ["--method", "dp-fedgd", "--rounds", "1", "--clients", "2", "--epsilon", "2", "--out", str(out)]
     assert main(["run", *words]) == 0
     before = {path: path.read_bytes() for path in (out / "public").iterdir()}
     assert main(["audit", str(out), "--runs", "20", "--seed", "1", "--json", str(tmp_path / "found.json")]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+    shown = capsys.readouterr()
+    assert "repeats the run 72 times, 1 round each: 20 per data set for the bounds, 16" in shown.err
+    printed = " ".join(shown.out.split())
     assert "as confidential as the records" in printed
     assert "two attacks on one canary" in printed
     assert {path: path.read_bytes() for path in (out / "public").iterdir()} == before, "nothing of it is published"

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,11 @@ import torch
 import sordino
 from sordino.cli import main
 from sordino.data.preprocess import preprocess
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.training import export as exporting
 from sordino.training.export import FORMATS, export
+from sordino.training.units import effects
 from tests.support import AGE, DIED, WARD, tiers
 
 SCHEMA = DIED + AGE + WARD
@@ -149,7 +152,7 @@ def test_coefficients_agree(runs, name, tmp_path):
     x = records(run).astype(np.float64)
     export(run, "coefficients", tmp_path / "c.csv")
     comments, rows = read_coefficients(tmp_path / "c.csv")
-    assert list(rows[0]) == ["feature", "class", "weight"]
+    assert list(rows[0])[:3] == ["feature", "class", "weight"]
     features = list(run.features) or [f"x{k}" for k in range(x.shape[1])]
     z = []
     for output in dict.fromkeys(row["class"] for row in rows):
@@ -158,9 +161,11 @@ def test_coefficients_agree(runs, name, tmp_path):
         prepared = x if name == "whitened" else preprocess(x.astype(np.float32), None, run.normalize)
         z.append(weights["(intercept)"] + prepared @ np.array([weights[feature] for feature in features]))
     z = np.stack(z, 1)
+    assert z.shape[1] == (len(run.classes) if len(run.classes) > 2 else 1), "two classes have one row per feature"
     if name == "value":
         found = z[:, 0]
-    elif name == "logistic":
+    elif len(run.classes) == 2:
+        assert rows[0]["class"] == f"{run.classes[1]} against {run.classes[0]}"
         p = 1 / (1 + np.exp(-z))
         found = np.concatenate([1 - p, p], 1)
     else:
@@ -246,6 +251,79 @@ def test_what_a_format_cannot_hold_is_refused(runs, place, name, to, why, tmp_pa
     assert why in shown
     assert shown.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+TABLE = """
+[target]
+column = "died"
+levels = ["no", "yes"]
+[columns.age]
+type = "number"
+range = [20, 90]
+[columns.cost]
+type = "number"
+range = [10, 5000]
+log = true
+[columns.pulse]
+type = "number"
+mean = 70
+std = 12
+[columns.sex]
+type = "boolean"
+[columns.stage]
+type = "ordinal"
+levels = ["I", "II", "III"]
+[columns.since]
+type = "date"
+range = ["2020-01-01", "2024-01-01"]
+[columns.ward]
+type = "category"
+levels = ["a", "b"]
+"""
+ROWS = {
+    "age": [20, 55, 90], "cost": [10, 700, 5000], "pulse": [60, 70, 95], "sex": ["no", "yes", "yes"],
+    "stage": ["I", "II", "III"], "since": ["2020-01-01", "2021-07-01", "2024-01-01"], "ward": ["a", "b", "c"],
+}  # fmt: skip
+
+
+def test_effects_are_per_unit_of_the_table(tmp_path):
+    """The log odds of a record follow by hand from its cells, in their own units."""
+    (tmp_path / "schema.toml").write_text(TABLE)
+    schema = Schema.read(tmp_path / "schema.toml")
+    rng = np.random.default_rng(0)
+    weight, intercept = rng.normal(size=len(schema.features)), 0.3
+    scale = 10 / math.sqrt(schema.used)
+    found = effects(weight, intercept, schema, scale)
+    encoded = schema.encode(ROWS, target=False).x
+    assert (np.linalg.norm(encoded, axis=1) <= math.sqrt(schema.used) + 1e-6).all(), "complete records have one scale"
+    effect = dict(zip(schema.features, found.effect, strict=True))
+    days = [(np.datetime64(day) - np.datetime64("2020-01-01")).astype(int) for day in ROWS["since"]]
+    for k in range(3):
+        by_hand = (
+            found.intercept
+            + effect["age"] * ROWS["age"][k]
+            + effect["cost"] * math.log1p(ROWS["cost"][k] - 10)
+            + effect["pulse"] * ROWS["pulse"][k]
+            + effect["sex"] * (ROWS["sex"][k] == "yes")
+            + effect["stage"] * k
+            + effect["since"] * days[k] / 365.25
+            + effect[f"ward = {('a', 'b', 'other')[k]}"]
+        )
+        assert by_hand == pytest.approx(intercept + scale * float(encoded[k] @ weight), abs=1e-5)
+    assert found.per[schema.features.index("stage")] == "1 level up from the first"
+    assert found.per[schema.features.index("since")] == "1 year after 2020-01-01"
+    assert effects(weight, intercept, schema, None) is None, "each record has its own scale"
+
+
+def test_a_file_of_two_classes_has_odds_ratios(runs, tmp_path):
+    run = runs("table")
+    export(run, "coefficients", tmp_path / "c.csv")
+    comments, rows = read_coefficients(tmp_path / "c.csv")
+    assert list(rows[0]) == ["feature", "class", "weight", "per", "log_odds", "odds_ratio"]
+    for row in rows[1:]:
+        assert float(row["odds_ratio"]) == pytest.approx(math.exp(float(row["log_odds"])), rel=1e-4)
+    assert rows[0]["odds_ratio"] == "", "the odds at 0 of everything are no ratio"
+    assert any("odds_ratio = exp(log_odds)" in line for line in comments)
 
 
 def test_the_command(runs, place, tmp_path, capsys):

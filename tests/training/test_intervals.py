@@ -202,6 +202,8 @@ def test_a_run_writes_them(tmp_path, capsys):
     low, high = float(table["a"]["low"]), float(table["a"]["high"])
     assert low < float(table["a"]["estimate"]) < high
     assert low > 0, "a coefficient of 1 in 6,000 records is seen at epsilon 8"
+    ends = [float(table["a"][key]) for key in ("odds_ratio_low", "odds_ratio_high")]
+    assert ends == pytest.approx([math.exp(end * 10 / math.sqrt(3)) for end in (low, high)], rel=1e-4)
     truth = math.sqrt(3) / 10  # of a feature that is scaled by 10 / sqrt(3)
     assert abs(float(table["a"]["estimate"]) - truth) < 6 * float(table["a"]["standard_error"])
 
@@ -232,7 +234,7 @@ def test_intervals_of_numbers_are_in_the_unit_of_the_table(task, unit, tmp_path)
     export(loaded, "coefficients", tmp_path / "coefficients.csv")
     lines = [line for line in (tmp_path / "coefficients.csv").read_text().splitlines() if not line.startswith("#")]
     table = {row["feature"]: row for row in csv.DictReader(lines) if row["class"] == "days"}
-    assert list(table) == ["a", "b", "c", INTERCEPT]
+    assert list(table) == [INTERCEPT, "a", "b", "c"]
     for name, value in zip([*"abc"], truth * math.sqrt(3) / 10, strict=True):  # of features scaled by 10 / sqrt(3)
         assert abs(float(table[name]["estimate"]) - value) < 5 * float(table[name]["standard_error"])
     assert abs(float(table[INTERCEPT]["estimate"]) - middle) < 5 * float(table[INTERCEPT]["standard_error"])

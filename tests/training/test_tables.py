@@ -160,8 +160,8 @@ def test_exports_of_counts_quantities_and_survival_give_the_predictions(clinic, 
             row for row in csv.reader((clinic / f"{out}.weights.csv").read_text().splitlines()) if row[0][0] != "#"
         ][1:]
         scaled = x * (10 / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), math.sqrt(loaded.schema.used)))
-        constant = np.array([float(w) for name, _, w in weights if name == "(intercept)"])
-        z = scaled @ np.array([float(w) for name, _, w in weights if name != "(intercept)"])[:, None] + constant
+        constant = np.array([float(w) for name, _, w, *_ in weights if name == "(intercept)"])
+        z = scaled @ np.array([float(w) for name, _, w, *_ in weights if name != "(intercept)"])[:, None] + constant
         by_hand = {"c": np.exp(z)[:, 0], "q": z[:, 0], "s": np.cumprod(1 - 1 / (1 + np.exp(-z)), 1)}[out]
         np.testing.assert_allclose(by_hand, expected, rtol=1e-3)
     assert main(["export", "s", "--to", "sklearn", "--out", "s.joblib"]) == 2

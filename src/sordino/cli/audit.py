@@ -9,7 +9,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sordino.cli.show import add_json, bar, check_json, command, console, emit, marked, plain, table
+from sordino.cli.show import (
+    add_json,
+    bar,
+    check_json,
+    command,
+    console,
+    emit,
+    marked,
+    plain,
+    say,
+    table,
+    waiting,
+)
 from sordino.core import Adjacency, Method, Privacy, Trust, Unit
 from sordino.errors import SordinoError
 
@@ -95,7 +107,8 @@ def add(commands: Any) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="runs per data set (default: 20000 or more, by method; of a finished run 500); with --one-run: canaries",
+        help="runs per data set (default: 20000 or more, by method; of a finished run 50 to 500, as many as five minutes "
+        "allow); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(
@@ -190,10 +203,16 @@ def _act_on_a_run(arguments: argparse.Namespace) -> int:
     if not (folder.public / "certificate.json").is_file():
         raise missing_certificate(folder)
     run = prepare(reopen(out))
-    runs = black_box.RUNS if arguments.runs is None else arguments.runs
-    with bar("repeating the run", black_box.steps(runs), timed=run.resolved.source.open) as progress:
+    if arguments.runs is not None:
+        black_box.check_arguments("runs", arguments.runs, arguments.noise_factor, arguments.seed)
+    with waiting("estimating the time"):
+        pace = black_box.measure(run)
+    runs = pace.runs() if arguments.runs is None else arguments.runs
+    say(_effort(pace, runs, run.plan.rounds, asked=arguments.runs is not None), aside=True)
+    # The time depends on the records, and so do all figures of this command: it is for their owner alone.
+    with bar("repeating the run", black_box.steps(runs), timed=True, left=True) as progress:
         result = black_box.attack(
-            run, runs=runs, noise_factor=arguments.noise_factor, seed=arguments.seed, tick=progress
+            run, runs=runs, noise_factor=arguments.noise_factor, seed=arguments.seed, tick=_Repeated(progress, runs)
         )
     document = result.document()
     files.write(folder.private / "audit.json", (json.dumps(plain(document), indent=2) + "\n").encode())
@@ -201,6 +220,46 @@ def _act_on_a_run(arguments: argparse.Namespace) -> int:
     if not emit(arguments, document):
         _tell_of_a_run(result, folder.private, drawn)
     return 1 if result.broken else 0
+
+
+class _Repeated:
+    """Counts the runs of an audit on its bar, which grows where a bound is estimated again."""
+
+    def __init__(self, progress: Any, runs: int) -> None:
+        from sordino.studies import black_box
+
+        self._progress, self._done, self._per_try = progress, 0, black_box.steps(runs)
+
+    def __call__(self, runs: int) -> None:
+        if self._done and self._done % self._per_try == 0:
+            again = "a bound is above the certified ε: once more, with fresh noise"
+            self._progress.update(total=self._done + self._per_try, shown=again)
+        self._done += runs
+        self._progress(runs)
+
+
+def _effort(pace: Any, runs: int, rounds: int, *, asked: bool) -> str:
+    """What the audit of a run is going to do, and how long it takes."""
+    from sordino.studies import black_box
+
+    line = (
+        f"repeats the run {black_box.steps(runs):,} times, {rounds:,} {"round" if rounds == 1 else "rounds"} each: {runs:,} per data set for the "
+        f"bounds, {black_box.pilot_runs(runs)} for the attackers to learn the noise from; this takes "
+        f"{about(pace.seconds(runs))}"
+    )
+    if asked or runs == black_box.RUNS:
+        return line
+    full = black_box.RUNS
+    return f"{line}. More are sharper: --runs {full} takes {about(pace.seconds(full))}"
+
+
+def about(seconds: float) -> str:
+    """A time in words: 'about 4 minutes'."""
+    if seconds < 60:
+        return "less than a minute"
+    if seconds < 5400:
+        return f"about {max(2, round(seconds / 60))} minutes"
+    return f"about {max(2, round(seconds / 3600))} hours"
 
 
 def missing_certificate(folder: Any) -> SordinoError:

@@ -232,16 +232,24 @@ class Bar:
 
 
 @contextmanager
-def bar(what: str, total: int | None = None, *, timed: bool = True) -> Iterator[Bar]:
+def bar(what: str, total: int | None = None, *, timed: bool = True, left: bool = False) -> Iterator[Bar]:
     """A progress bar on stderr.
 
     Args:
       what: the text before it.
       total: things to do; None where that is not known yet.
       timed: show the time that has passed. It depends on the records, so private data have no time.
+      left: show an estimate of the time that is left, too.
     """
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     columns = [
         TextColumn("{task.description}"),
@@ -249,8 +257,10 @@ def bar(what: str, total: int | None = None, *, timed: bool = True) -> Iterator[
         MofNCompleteColumn(),
         TextColumn("{task.fields[shown]}"),
         *([TimeElapsedColumn()] if timed else []),
+        *([TextColumn("left"), TimeRemainingColumn()] if left else []),
     ]
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    # A batch of repetitions may take minutes, so what is left is estimated from half an hour.
+    with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800 if left else 30) as progress:
         yield Bar(progress, progress.add_task(what, total=total, shown=""))
 
 

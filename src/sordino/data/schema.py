@@ -292,11 +292,11 @@ class Date:
     reads: ClassVar[str] = "text"
 
     def check(self, where: str) -> None:
-        first, last = (_day(text, f"{where}.range") for text in self.range)
+        first, last = (days_of(text, f"{where}.range") for text in self.range)
         if not first < last:
             raise SordinoError(f"{where}.range: {list(self.range)} must be two dates, the earlier one first.")
         if self.fill is not None:
-            _day(self.fill, f"{where}.fill")
+            days_of(self.fill, f"{where}.fill")
         if self.format is not None:
             day = date(2021, 12, 31)
             try:
@@ -310,8 +310,8 @@ class Date:
         return Number(range=(0, 1), indicator=self.indicator).features(name)
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
-        first, last = (_day(text, name) for text in self.range)
-        fill = None if self.fill is None else _day(self.fill, name)
+        first, last = (days_of(text, name) for text in self.range)
+        fill = None if self.fill is None else days_of(self.fill, name)
         days = tables.dates(column, name, missing, self.format)
         Number(range=(first, last), fill=fill, indicator=self.indicator).place(days, out)
 
@@ -320,7 +320,7 @@ class Date:
 
     def knot(self, part: float) -> str:
         """The date at this part of the range."""
-        first, last = (_day(text, "range") for text in self.range)
+        first, last = (days_of(text, "range") for text in self.range)
         return (EPOCH + timedelta(days=round(first + part * (last - first)))).isoformat()
 
 
@@ -1189,7 +1189,7 @@ def _check_levels(levels: Sequence[Any], where: str, least: int = 1, key: str = 
         raise SordinoError(f"{where}.{key}: a level stands there twice.")
 
 
-def _day(text: str, where: str) -> float:
+def days_of(text: str, where: str) -> float:
     try:
         return float((date.fromisoformat(text) - EPOCH).days)
     except ValueError:

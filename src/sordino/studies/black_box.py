@@ -23,6 +23,7 @@ The audit computes with the records, and nothing hides them in its output: it is
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.attacks import MAX_TRIES, check_arguments
-from sordino.core import Adjacency, Shard, Tree, Unit
+from sordino.core import Adjacency, Round, Shard, Tree, Unit
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
@@ -46,8 +47,12 @@ from sordino.privacy.plan import Plan
 from sordino.training.run import PreparedRun
 
 RUNS = 500  # per data set, without the pilot
-PILOT_RUNS = 64  # per data set: they estimate variances, and no bound uses them
+LEAST_RUNS = 50  # per data set, of a run that takes long: fewer give hardly a bound
+SECONDS = 300.0  # that an audit should take if nobody asked for a number of runs
+PILOT_RUNS = 64  # per data set at most: they estimate variances, and no bound uses them
+LEAST_PILOT_RUNS = 16
 RUNS_PER_BATCH = 64
+MEASURED_ROUNDS = 4  # that are repeated to estimate the time; the first one of some methods is unlike the others
 MOST_WHITENED = 2_000  # parameters of a model whose covariance is estimated
 UNCLIPPED = 1e9  # a clip that no gradient of a real record reaches
 ROC_POINTS = 50
@@ -127,9 +132,58 @@ class BlackBox(NamedTuple):
         return {**self._asdict(), "attackers": attackers, "broken": self.broken}
 
 
+def pilot_runs(runs: int) -> int:
+    """Runs per data set that the attackers learn the noise from: half as many as are scored, within bounds."""
+    return min(PILOT_RUNS, max(LEAST_PILOT_RUNS, runs // 2))
+
+
 def steps(runs: int) -> int:
     """How many runs one estimate takes: those of both data sets, and the pilot's."""
-    return 2 * (runs + PILOT_RUNS)
+    return 2 * (runs + pilot_runs(runs))
+
+
+class Pace(NamedTuple):
+    """How long an audit takes on this machine.
+
+    Attributes:
+      seconds_per_run: of one repetition, from a batch of them that was begun.
+    """
+
+    seconds_per_run: float
+
+    def seconds(self, runs: int) -> float:
+        """Time of an audit with so many runs per data set."""
+        return steps(runs) * self.seconds_per_run
+
+    def runs(self, seconds: float = SECONDS) -> int:
+        """Runs per data set that fit into the time: a multiple of 10 from LEAST_RUNS to RUNS."""
+        fitting = [runs for runs in range(LEAST_RUNS, RUNS + 1, 10) if self.seconds(runs) <= seconds]
+        return max(fitting, default=LEAST_RUNS)
+
+
+def measure(run: PreparedRun) -> Pace:
+    """Estimate the time of an audit: begin a batch of repetitions, and stop after a few rounds.
+
+    Args:
+      run: as for `attack`.
+
+    Returns:
+      The pace.
+
+    Raises:
+      SordinoError: the run cannot be repeated side by side, or promises nothing.
+    """
+    _check(run)
+    rounds = run.plan.rounds
+    begun = min(rounds, MEASURED_ROUNDS)
+    ends = [time.perf_counter()]
+    neighbours = (run.records, run.records)
+    for _ in _rounds(run, neighbours, 0, RUNS_PER_BATCH, Secure(), 1.0):
+        ends.append(time.perf_counter())
+        if len(ends) > begun:
+            break
+    later = min(np.diff(ends)[1:], default=0.0)  # the least: the first ones also load and compile
+    return Pace((ends[-1] - ends[0] + (rounds - begun) * later) / RUNS_PER_BATCH)
 
 
 def attack(
@@ -295,8 +349,10 @@ def _attackers(
     tick: Callable[[int], None],
 ) -> Iterator[Attacker]:
     """Both attackers, from fresh runs."""
-    pilots = [_observed(run, canary, side, PILOT_RUNS, next(sources), noise_factor, None) for side in (0, 1)]
-    tick(2 * PILOT_RUNS)
+    pilots = []
+    for side in (0, 1):
+        pilots.append(_observed(run, canary, side, pilot_runs(runs), next(sources), noise_factor, None))
+        tick(pilot_runs(runs))
     variances = [(a + b) / 2 for a, b in zip(pilots[0].squares, pilots[1].squares, strict=True)]
     finals: list[list[Tensor]] = [[], []]
     scores: list[list[Tensor]] = [[], []]
@@ -340,22 +396,36 @@ def _observed(
     variances: list[Tensor] | None,
 ) -> _Batch:
     """Train runs of one data set side by side, and score every step against what both data sets would lead to."""
-    sources = SharedDraws(source.fresh(), count, noise_factor).rows()
-    theta = run.model.init().to(run.records.x).expand(count, -1).clone()
     score, squares = torch.zeros(count, dtype=torch.float64), []
-    either = [_next(run, records, 0, theta, ()) for records in canary.neighbours]
-    for this_round in simulate.run(run.plan, run.model, canary.neighbours[side], sources, theta=theta):
-        theta = this_round.checkpoint.theta
-        residual = theta.double() - (either[0] + either[1]) / 2
+    for this_round, either in _rounds(run, canary.neighbours, side, count, source, noise_factor):
+        residual = this_round.checkpoint.theta.double() - (either[0] + either[1]) / 2
         squares.append(residual.square().mean(0))
         if variances is not None:
             noise = variances[this_round.t]
             weighed = (either[1] - either[0]) / noise.clamp_min(1e-30)
             score += (residual * weighed.masked_fill(noise == 0, 0)).sum(-1)
+        final = this_round.model
+    return _Batch(final.double(), squares, score)
+
+
+def _rounds(
+    run: PreparedRun,
+    neighbours: tuple[Records, Records],
+    side: int,
+    count: int,
+    source: Source,
+    noise_factor: float,
+) -> Iterator[tuple[Round, list[Tensor]]]:
+    """The rounds of runs of one data set side by side, each with the models that both data sets lead to without noise."""
+    sources = SharedDraws(source.fresh(), count, noise_factor).rows()
+    theta = run.model.init().to(run.records.x).expand(count, -1).clone()
+    either = [_next(run, records, 0, theta, ()) for records in neighbours]
+    for this_round in simulate.run(run.plan, run.model, neighbours[side], sources, theta=theta):
+        yield this_round, either
+        theta = this_round.checkpoint.theta
         if this_round.t + 1 < run.plan.rounds:
             t, stored = this_round.t + 1, this_round.checkpoint
-            either = [_next(run, records, t, theta, stored) for records in canary.neighbours]
-    return _Batch(this_round.model.double(), squares, score)
+            either = [_next(run, records, t, theta, stored) for records in neighbours]
 
 
 def _next(run: PreparedRun, records: Records, t: int, theta: Tensor, checkpoint: Tree) -> Tensor:

@@ -35,6 +35,7 @@ from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 from sordino.training.intervals import INTERCEPT
 from sordino.training.predict import LoadedRun
+from sordino.training.units import Effects, effects
 from sordino.version import __version__
 
 # The formats, and the usual name of a file of each.
@@ -189,7 +190,10 @@ def hazard_parts(run: LoadedRun) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def write_coefficients(run: LoadedRun, out: Path) -> None:
-    """A CSV: feature, class, weight; comments say what the weights multiply."""
+    """A CSV: feature, class, weight, and the effect per unit of the table; comments say what the weights multiply.
+
+    Of two classes there is one row per feature, which is about the second class against the first.
+    """
     if (hazards := hazard_parts(run)) is not None:
         _write_hazards(run, out, *hazards)
         return
@@ -216,28 +220,106 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         Loss.POISSON: f"the rate is exp(intercept + sum of weight * feature), the exponent at most {model.cap:g}",
     }[model.kind]
     units = "encoded features" if prepared.matrix is not None else f"encoded features; {prepared.words}"
+    one = model.outputs == 1 or (model.kind is Loss.SOFTMAX and len(outputs) == 2)
+    if not one:
+        with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
+            file.write(f"# {link}\n# features: {units}\n")
+            table = csv.writer(file, lineterminator="\n")
+            table.writerow(["feature", "class", "weight"])
+            for k, output in enumerate(outputs):
+                rows = zip([INTERCEPT, *names], [offset[k], *weight[:, k]], strict=True)
+                table.writerows([name, output, repr(float(value))] for name, value in rows)
+        return
+    if model.outputs == 2:
+        weight, offset = weight[:, 1] - weight[:, 0], offset[1] - offset[0]
+    else:
+        weight, offset = weight[:, 0], offset[0]
+    what, ratio = {Loss.SQUARES: ("effect", ""), Loss.POISSON: ("log_rate", "rate_ratio")}.get(
+        model.kind, ("log_odds", "odds_ratio")
+    )
+    links = {
+        Loss.SQUARES: f"the value of {contrast(run)}" if contrast(run) else "the value",
+        Loss.POISSON: f"the logarithm of the rate (at most {model.cap:g})",
+    }
+    link = f"{links.get(model.kind, f'the log odds of {contrast(run)}')} = intercept + sum of weight * feature"
+    found = effects(weight, float(offset), run.schema, _scale_of_all(run, prepared))
+    _write_rows(run, out, link, units, names, weight, float(offset), found, what, ratio)
+
+
+def _scale_of_all(run: LoadedRun, prepared: Preparation) -> float | None:
+    """What every complete record is multiplied by; None if each record has its own factor."""
+    if prepared.scale is None:
+        return 1.0
+    return prepared.scale / prepared.floor if run.normalize.partition(":")[0] == "table" else None
+
+
+INTERVAL = ["estimate", "standard_error", "low", "high"]
+
+
+def _write_rows(
+    run: LoadedRun,
+    out: Path,
+    link: str,
+    units: str,
+    names: list[str],
+    weight: np.ndarray,
+    offset: float,
+    found: Effects | None,
+    what: str,
+    ratio: str,
+) -> None:
+    """One row per feature: its weight, its effect per unit of the table, and where the run has them, intervals."""
+    intervals = {row["feature"]: row for row in run.about.get("intervals") or []}
+    ends = [f"{ratio or what}_low", f"{ratio or what}_high"] if intervals else []
+    told = ["per", what, *([ratio] if ratio else [])] if found else []
+    factors = {} if found is None else dict(zip(names, found.factor, strict=True))
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         file.write(f"# {link}\n# features: {units}\n")
-        intervals = run.about.get("intervals") or []
+        if found is not None:
+            file.write(_units_said(run, what, ratio))
         if intervals:
+            rows = f"rows of '{contrast(run)}' have"
             file.write(
-                f"# rows of '{contrast(run)}' have 95 % intervals: by Newton steps from the weights, with sampling "
-                "error and the noise of the run; blank where the noise hides a coefficient\n"
+                f"# {rows} 95 % intervals: by Newton steps from the weights, with sampling error and the noise of the "
+                "run; blank where the noise hides a coefficient\n"
             )
         table = csv.writer(file, lineterminator="\n")
-        columns = ["estimate", "standard_error", "low", "high"] if intervals else []
-        table.writerow(["feature", "class", "weight", *columns])
-        one = model.outputs == 1
-        differences = weight[:, -1] - (0 if one else weight[:, 0]), offset[-1] - (0 if one else offset[0])
-        weights = dict(zip(names, differences[0], strict=True)) | {INTERCEPT: differences[1]}
-        for row in intervals:
-            numbers = ["" if row[key] is None else repr(row[key]) for key in columns]
-            table.writerow([row["feature"], contrast(run), repr(float(weights[row["feature"]])), *numbers])
-        for k, output in enumerate(outputs):
-            blank = [""] * len(columns)
-            table.writerow([INTERCEPT, output, repr(float(offset[k])), *blank])
-            rows = zip(names, weight[:, k], strict=True)
-            table.writerows([name, output, repr(float(value)), *blank] for name, value in rows)
+        table.writerow(["feature", "class", "weight", *(INTERVAL if intervals else []), *told, *(ends if told else [])])
+        for k, name in enumerate([INTERCEPT, *names]):
+            cells = [name, contrast(run), repr(offset if k == 0 else float(weight[k - 1]))]
+            row = intervals.get(name, dict.fromkeys(INTERVAL))
+            if intervals:
+                cells += ["" if row[key] is None else repr(row[key]) for key in INTERVAL]
+            if found is not None:
+                value = found.intercept if k == 0 else float(found.effect[k - 1])
+                cells += ["" if k == 0 else found.per[k - 1], _short(value)]
+                cells += ([_ratio(value) if k else ""] if ratio else []) + ([""] * len(ends) if k == 0 else [])
+                if k and ends:
+                    both = [None if row[key] is None else row[key] * factors[name] for key in ("low", "high")]
+                    cells += ["" if end is None else (_ratio if ratio else _short)(end) for end in both]
+            table.writerow(cells)
+
+
+def _units_said(run: LoadedRun, what: str, ratio: str) -> str:
+    """Comments: what an effect is about."""
+    line = f"# {what}: of one unit of the table, which 'per' says, all else equal"
+    line += f"; {ratio} = exp({what})" if ratio else ""
+    line += f". The intercept of {what} is that of a record with 0 in every number. Values beyond a public range are "
+    line += "clamped.\n"
+    if run.normalize.partition(":")[0] == "table":
+        line += (
+            "# A record with missing values may be scaled to a shorter length; all effects are smaller there. Levels "
+            "of a category: divide two ratios to compare two levels.\n"
+        )
+    return line
+
+
+def _short(value: float) -> str:
+    return f"{value:.6g}"
+
+
+def _ratio(value: float) -> str:
+    return f"{math.exp(min(value, 700)):.6g}"
 
 
 def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
@@ -299,11 +381,20 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
             f"product of 1 - hazard\n# features: encoded features; {preparation(run).words}\n"
         )
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["feature", "interval", "weight"])
-        table.writerows(
-            ["(intercept)", interval, repr(float(b))] for interval, b in zip(intervals, constant, strict=True)
-        )
-        table.writerows([name, "", repr(float(value))] for name, value in zip(names, weight, strict=True))
+        found = effects(weight, 0.0, run.schema, _scale_of_all(run, preparation(run)))
+        if found is not None:
+            file.write(
+                _units_said(run, "log_hazard", "hazard_ratio").replace(
+                    "exp(log_hazard)", "exp(log_hazard), of the odds of an event in an interval"
+                )
+            )
+        table.writerow(["feature", "interval", "weight", *(["per", "log_hazard", "hazard_ratio"] if found else [])])
+        blank = [""] * (3 if found else 0)
+        for interval, b in zip(intervals, constant, strict=True):
+            table.writerow([INTERCEPT, interval, repr(float(b)), *blank])
+        for k, name in enumerate(names):
+            effect = [] if found is None else [found.per[k], _short(found.effect[k]), _ratio(found.effect[k])]
+            table.writerow([name, "", repr(float(weight[k])), *effect])
 
 
 # --------------------------------------------------------------------------------------------------------------- torch
