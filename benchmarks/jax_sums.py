@@ -5,7 +5,7 @@
     python benchmarks/jax_sums.py --device cpu --tiny      # does it run at all?
 
 It needs jax and jax-privacy, which no extra of Sordino installs. On a machine that has jax but no network, carry the
-rest as a folder (7 MB, no compiled code) and name it in PYTHONPATH:
+rest as a folder (5 MB, no compiled code) and name it in PYTHONPATH:
 
     pip install --target carried --no-deps --no-compile jax-privacy==2.0.0 optax==0.2.8 chex==0.1.92 \\
         dp-accounting==0.6.0 absl-py==2.5.1 attrs==23.2.0 toolz==1.2.0 typing-extensions==4.16.0

@@ -25,6 +25,8 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # jax-privacy calls older names of optax
 
+jax.config.update("jax_disable_most_optimizations", True)  # compiling takes longer than computing
+
 # Names of PyTorch's parameters to those of the benchmark.
 NAMES = {
     "vit": [
@@ -169,12 +171,16 @@ def test_the_network_is_that_of_torch(sums, gpu, name):
 def test_the_clipped_sum_is_that_of_a_loop_over_examples(sums, name):
     found = problem(sums, name)
     base = sums.How(random="threefry2x32", own_masks=found.draws)
-    hows = [base, base._replace(microbatch=2, narrow=True, nan_safe=False)]
-    hows += [base._replace(patches=True)] if found.work.network == "resnet" else []
+    resnet = found.work.network == "resnet"
+    hows = [base, base._replace(microbatch=2, narrow=True, nan_safe=False, patches=resnet)]
     hows += [base._replace(own_masks=False, microbatch=2)] if found.draws else []
+    gradients = {}
     for how in hows:
         draws = found.draw(jax.random.key(3), how, single=True)
-        gradient = jax.jit(jax.grad(lambda *each, how=how: found.loss(*each, how)))
+        if how.own_masks not in gradients:
+            native = how._replace(patches=False)
+            gradients[how.own_masks] = jax.jit(jax.grad(lambda *each, native=native: found.loss(*each, native)))
+        gradient = gradients[how.own_masks]
         singles = []
         for i in range(found.batch):
             draw = None if draws is None else draws[i]
