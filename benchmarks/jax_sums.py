@@ -283,6 +283,16 @@ def dropped(x: Array, draw: Array, number: Array, own: bool) -> Array:
     return jnp.where(keep, x * np.float32(1 / (1 - RATE)).astype(x.dtype), jnp.zeros_like(x))
 
 
+def attended(q: Array, key: Array, value: Array, lengths: Array | None, implementation: str) -> Array:
+    """The attention. The backward pass of cuDNN takes even lengths only, so that of a ViT is padded."""
+    n, length, *_ = q.shape
+    if implementation == "cudnn" and length % 2:
+        q, key, value = (jnp.pad(z, ((0, 0), (0, 1), (0, 0), (0, 0))) for z in (q, key, value))
+        lengths = jnp.full(n, length, jnp.int32)
+    words: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths}
+    return jax.nn.dot_product_attention(q, key, value, implementation=implementation, **words)[:, :length]
+
+
 @partial(jax.jit, static_argnames=("heads", "how", "after", "eps", "rate"))
 def block(
     p: Tree,
@@ -307,8 +317,7 @@ def block(
 
     z = x if after else layer_norm(p, "norm_1", x, eps)
     q, key, value = (projected(i, name, z) for i, name in enumerate(("query", "key", "value")))
-    words: dict[str, Any] = {"query_seq_lengths": lengths, "key_value_seq_lengths": lengths} if after else {}
-    z = jax.nn.dot_product_attention(q, key, value, implementation=how.attention, **words)
+    z = attended(q, key, value, lengths, how.attention)
     x = x + linear(p, "output", z.reshape(x.shape))
     x = layer_norm(p, "norm_1", x, eps) if after else x
     z = x if after else layer_norm(p, "norm_2", x, eps)
