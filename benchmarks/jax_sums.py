@@ -562,9 +562,11 @@ def one_work(work: Work, options: argparse.Namespace, errors: dict[str, str]) ->
     unfinished = sum(not future.done() for future in futures.values())
     if unfinished:
         errors[f"{work.name} timing"] = f"{unfinished} steps were still being compiled while the others were timed"
+    if not steps:
+        raise RuntimeError("no step was compiled in time; see the other errors")
     compiled_at = time.perf_counter() - began
     seconds = clock.interleaved(steps, options.repetitions, 1 if jax.default_backend() == "cpu" else 10)
-    if not all(bool(jnp.isfinite(value).all()) for value in clock.state[0].values()):
+    if not all(bool(np.isfinite(np.asarray(value)).all()) for value in clock.state[0].values()):
         errors[f"{work.name} values"] = "a parameter is not finite after the steps"
     print(f"  compiled in {compiled_at:.0f} s, timed in {time.perf_counter() - began - compiled_at:.0f} s", flush=True)
     return {
