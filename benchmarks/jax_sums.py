@@ -399,6 +399,8 @@ class Problem:
         return self.work.trained == "lora"
 
     def loss(self, trained: Tree, frozen: Tree, x: Array, y: Array, draw: Array | None, how: How) -> Array:
+        if draw is not None and not how.own_masks:
+            draw = jax.random.wrap_key_data(draw, impl=how.random)
         z = logits(self.work, self.sizes, frozen | trained, x, draw, how, self.kind)
         return -jnp.take_along_axis(jax.nn.log_softmax(z), y[:, None], 1).mean()
 
@@ -408,7 +410,8 @@ class Problem:
             return None
         if how.own_masks:
             return jax.random.bits(key, (self.batch, 2) if single else (2,), jnp.uint32)
-        return jax.random.split(key, self.batch) if single else key
+        # As plain numbers, because the microbatches of optax cannot reshape keys.
+        return jax.random.key_data(jax.random.split(key, self.batch) if single else key)
 
     def sums(self, how: How, clip: float = CLIP) -> Callable[..., Tree]:
         """jax-privacy's clipped sum of gradients, of trained, frozen, x, y and draws of single examples."""

@@ -176,7 +176,7 @@ def test_the_clipped_sum_is_that_of_a_loop_over_examples(sums, name):
     hows += [base._replace(own_masks=False, microbatch=2)] if found.draws else []
     gradients = {}
     for how in hows:
-        draws = found.draw(jax.random.key(3), how, single=True)
+        draws = found.draw(jax.random.key(3, impl=how.random), how, single=True)
         if how.own_masks not in gradients:
             native = how._replace(patches=False)
             gradients[how.own_masks] = jax.jit(jax.grad(lambda *each, native=native: found.loss(*each, native)))
