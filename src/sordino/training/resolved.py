@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Trust, Unit
+from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Trust, Unit, answers
 from sordino.data import catalog, glue
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -288,14 +288,12 @@ class ResolvedSpec:
         found = self.spec.private_statistics is not None  # then the first stage asks another model
         check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
         check_serves(self.privacy, model)
-        if self.spec.calibrate_slope and not (hasattr(model, "slope_sum") and classes == 2):
+        if self.spec.calibrate_slope and not (answers(model, Kind.SLOPE) and classes == 2):
             raise SordinoError(
                 "calibrate_slope: it changes the slope of a linear model or of trees for two classes, and "
                 f"{self.model.name} with {classes} has none here; set calibrate_slope = 0."
             )
-        if self.spec.calibrate and not (
-            hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
-        ):
+        if self.spec.calibrate and not (answers(model, Kind.CALIBRATION) and classes and getattr(model, "bias", False)):
             raise SordinoError(
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
