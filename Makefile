@@ -25,9 +25,11 @@ lint: $(READY)
 
 docs: $(READY)
 	# The site in docs/_build/html: every warning is an error, every tutorial runs, nothing is fetched.
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
-	# Its links, its pages, and what it loads.
+	@rm -f docs/_build/checked
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
+	# Its links, its pages, and what it loads. `make test` does not repeat that for this site.
 	$(BIN)/python -m pytest -m "not soak" tests/docs/test_site.py
+	@touch docs/_build/checked
 
 bench: $(READY)
 	# Fails where a ratio grew by more than 15 % against the committed one of this architecture. To keep the new figures
