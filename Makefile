@@ -72,5 +72,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Sordino needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "Installing into .venv, once: about 3 minutes"
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(EXTRAS)]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,$(EXTRAS)]'
+	# pip would compile on one core. Tests of packages, and files for other Pythons, stay uncompiled.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(CURDIR)/.venv/lib || true
 	@touch $@
