@@ -63,7 +63,7 @@ class Unit(StrEnum):
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse what is no number, such as a text."""
+    """Refuse what is not a number, such as a text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise SordinoError(f"{name}: {value!r} must be a number.")
 
@@ -189,7 +189,7 @@ class Privacy:
         for client, epsilon in self.client_epsilon.items():
             if not is_whole(client):
                 raise SordinoError(
-                    f"client_epsilon: {client!r} is no client's number; write whole numbers from 0, as in {{0: 0.5}}."
+                    f"client_epsilon: {client!r} is not a client's number; write whole numbers from 0: {{0: 0.5}}."
                 )
             check_number(f"client_epsilon: client {client}", epsilon)
             if not 0 < epsilon <= self.epsilon:
@@ -336,7 +336,7 @@ def answers(model: object, kind: Kind) -> bool:
 
 
 def serves(model: object, what: Literal["blends", "centres", "clipping", "persons"]) -> bool:
-    """Whether a model has an ability that is no sum.
+    """Whether a model has an ability other than a sum.
 
     Args:
         model: The model.

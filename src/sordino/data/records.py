@@ -102,7 +102,7 @@ def person_rows(
         (the record of each row, or -1; the first row of each client, and the number of rows).
 
     Raises:
-        SordinoError: `person` is no number per record, or `per_person` is out of its range.
+        SordinoError: `person` is not one number per record, or `per_person` is out of its range.
     """
     if person.shape != client.shape or not np.issubdtype(person.dtype, np.integer):
         raise SordinoError("person: give one whole number per record, equal for all records of a person.")

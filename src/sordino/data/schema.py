@@ -691,7 +691,7 @@ class Schema:
         """Hash of what the schema says, whatever the order of keys in its file; the order of columns counts."""
         values = self.values()
         values["columns"] = list(values["columns"].items())
-        values.pop("file", None)  # how a file is written is no part of what its columns mean
+        values.pop("file", None)  # how a file is written is not part of what its columns mean
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------------ encoding
@@ -954,7 +954,7 @@ def draft(
 
     Of the file only the column names and their types are used. Ranges and levels would tell something of the records,
     so they are left blank; or they are taken from a second file with *public* records of the same columns. The types
-    come from the cells: one cell that is no number makes its column a category. So the draft is private until people
+    come from the cells: one cell that is not a number makes its column a category. So the draft is private until people
     have reviewed it.
 
     Args:
@@ -977,7 +977,7 @@ def draft(
     tables.check_encoding(table, table.column_names, path)
     if not any_names and (unlikely := tables.unlikely_names(path, table.column_names)):
         raise SordinoError(  # no name is quoted: it may be the cell of a person
-            f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are no likely names "
+            f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are unlikely names "
             "of columns (empty, a number or a date), so the draft might hold a record; put a line with the names "
             "above the records, or give --any-names if the columns are really called so."
         )
@@ -1014,14 +1014,14 @@ def draft(
         looked.append(f"ranges and levels of {public.name}, which is declared public")
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
-        "# Remove [columns.NAME] of the target, the client and the person: they are no features.\n"
+        "# Remove [columns.NAME] of the target, the client and the person: they are not features.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
         '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
         f"# Types of a column: {', '.join(TYPES)}; docs/how-to/describe-a-table.md describes them.\n"
         "# Take ranges and levels from a code book or the literature, never from the records.\n"
-        "# Types come from the cells: one cell that is no number makes its column a category. So this draft is\n"
+        "# Types come from the cells: one cell that is not a number makes its column a category. So this draft is\n"
         "# private until every name and type was compared with the code book.\n\n"
     )
     return notes + tomli_w.dumps(document), looked
@@ -1071,7 +1071,7 @@ def _check_roles(values: Mapping[str, Any], described: Mapping[str, Any]) -> Non
     if both:
         what = " and ".join(f"{name} is the {role}" for name, role in both)
         tables = " and ".join(f"[columns.{name}]" for name, _ in both)
-        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is no feature; remove {tables}.")
+        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is not a feature; remove {tables}.")
 
 
 def _column(name: str, about: Any) -> Column:
@@ -1099,7 +1099,7 @@ def _check_filled(values: Mapping[str, Any]) -> None:
     if places := list(blank(values, "")):
         rest = f"; so do {', '.join(places[1:])}" * (len(places) > 1)
         raise SordinoError(
-            f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is no feature "
+            f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is not a feature "
             'has type = "drop" alone.'
         )
 
@@ -1193,4 +1193,4 @@ def _day(text: str, where: str) -> float:
     try:
         return float((date.fromisoformat(text) - EPOCH).days)
     except ValueError:
-        raise SordinoError(f"{where}: '{text}' is no date like 2024-12-31.") from None
+        raise SordinoError(f"{where}: '{text}' is not a date like 2024-12-31.") from None

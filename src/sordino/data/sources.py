@@ -320,7 +320,7 @@ def encode_file(source: str, schema: Schema) -> np.ndarray:
 def _table_path(source: str, field: str = "schema") -> Path:
     path = Path(source).expanduser()
     if tables.suffix_of(path) not in tables.SUFFIXES:
-        raise SordinoError(f"{field}: '{source}' is no table; a {field} describes {', '.join(tables.SUFFIXES)} files.")
+        raise SordinoError(f"{field}: '{source}' is not a table; a {field} describes {', '.join(tables.SUFFIXES)}.")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return path
@@ -347,7 +347,7 @@ def _read_by_text(
         raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
     if normalize != "none":
         raise SordinoError(
-            f"normalize: {normalize}, but the features are token ids, which are no amounts; leave it out."
+            f"normalize: {normalize}, but the features are token ids, which are not amounts; leave it out."
         )
     if label is not None and not text.labelled:
         raise SordinoError(f"label: '{label}', but the text itself is learned, without labels; leave label out.")

@@ -110,7 +110,7 @@ def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> t
 
 
 def check_message(message: Any) -> None:
-    """Refuse what is no message, such as the None of a `compute` without a return."""
+    """Refuse what is not a message, such as the None of a `compute` without a return."""
     if not isinstance(message, Tensor | tuple):
         raise SordinoError(
             f"message: compute returned {message if message is None else type(message).__name__}; return a tensor, or "
