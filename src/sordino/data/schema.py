@@ -377,8 +377,8 @@ def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lowe
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
     text = tables.texts(column, missing)
     text = pc.utf8_lower(text) if lower else text
-    found = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
-    index = np.asarray(pc.fill_null(found, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
+    places = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
+    index = np.asarray(pc.fill_null(places, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
     blank = np.asarray(pc.is_null(text).to_numpy(zero_copy_only=False), bool)
     return np.where(blank, MISSING_LEVEL, index)
 
@@ -444,9 +444,9 @@ class Target:
 
     def _check_count(self) -> None:
         if self.maximum is None or not (1 <= self.maximum <= MOST_COUNT and float(self.maximum).is_integer()):
-            given = "none is given" if self.maximum is None else f"{self.maximum:g} is given"
+            written = "none is given" if self.maximum is None else f"{self.maximum:g} is given"
             raise SordinoError(
-                f"target.maximum: a count needs a public maximum, a whole number from 1 to {MOST_COUNT:,}; {given}."
+                f"target.maximum: a count needs a public maximum, a whole number from 1 to {MOST_COUNT:,}; {written}."
             )
 
     def _check_survival(self) -> None:
@@ -659,9 +659,11 @@ class Schema:
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
         file = values.get("file", {})
         _check_keys(file, Dialect._fields, "file")
-        made = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
-        schema = Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), made)
-        made.check_width(schema.blocks)
+        expanded = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
+        schema = Schema(
+            columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), expanded
+        )
+        expanded.check_width(schema.blocks)
         return schema
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -705,9 +707,9 @@ class Schema:
     def blocks(self) -> list[Block]:
         """The columns that have features, before these are expanded."""
         return [
-            Block(name, made, getattr(column, "knot", None))
+            Block(name, features, getattr(column, "knot", None))
             for name, column in self.columns.items()
-            if (made := column.features(name))
+            if (features := column.features(name))
         ]
 
     @property
@@ -932,8 +934,8 @@ class Schema:
         """
         features = list(self.features)
         varies = {name for name, column in zip(features, np.ptp(encoded.x, axis=0) > 0, strict=True) if column}
-        made = {name: column.features(name) for name, column in self.columns.items()}
-        return [name for name, own in made.items() if own and not varies & {*own}]
+        features = {name: column.features(name) for name, column in self.columns.items()}
+        return [name for name, own in features.items() if own and not varies & {*own}]
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and its features; then what is made of these."""
