@@ -25,9 +25,11 @@ lint: $(READY)
 
 docs: $(READY)
 	# The site in docs/_build/html: every warning is an error, every tutorial runs, nothing is fetched.
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
-	# Its links, its pages, and what it loads.
+	@rm -f docs/_build/checked
+	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
+	# Its links, its pages, and what it loads. `make test` does not repeat that for this site.
 	$(BIN)/python -m pytest -m "not soak" tests/docs/test_site.py
+	@touch docs/_build/checked
 
 bench: $(READY)
 	# Fails where a ratio grew by more than 15 % against the committed one of this architecture. To keep the new figures
@@ -70,5 +72,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("Sordino needs Python 3.11 or newer; try make PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
 	@echo "Installing into .venv, once: about 3 minutes"
 	$(PYTHON) -m venv .venv
-	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev,$(EXTRAS)]'
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -e '.[dev,$(EXTRAS)]'
+	# pip would compile on one core. Tests of packages, and files for other Pythons, stay uncompiled.
+	@$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(CURDIR)/.venv/lib || true
 	@touch $@

@@ -100,7 +100,7 @@ def chosen(points: list[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]]:
 def groups(points: list[dict[str, Any]], kind: str) -> Iterator[tuple[str, str, list[dict[str, Any]]]]:
     """(title, figure's name, points) of one model."""
     mine = [p for p in points if p.get("model") == kind]
-    yield "Some 400 records a client", "clients", chosen(mine, total="grows", iterations=100)
+    yield "About 400 records per client", "clients", chosen(mine, total="grows", iterations=100)
     yield "20,000 records in all", "fixed_total", chosen(mine, total="fixed")
     steps = [p for p in mine if p["total"] == "grows" and p["clients"] == 40 and p["sizes"] == "equal"]
     yield (
@@ -120,7 +120,7 @@ def failures(points: list[dict[str, Any]]) -> str:
         ),
         *(
             (
-                f"some 400 records over {m} clients, Poisson",
+                f"about 400 records at each of {m} clients, Poisson",
                 {"model": "poisson", "total": "grows", "clients": m, "mu": 1.0},
             )
             for m in (20, 40, 60)

@@ -208,7 +208,7 @@ def main() -> None:
         print(json.dumps({"seconds": products(arguments.products, arguments.features)}))
     elif arguments.ours:
         for name in ("pyarrow.csv", "sklearn.metrics", "sordino.training.run"):
-            importlib.import_module(name)  # imports are no part of a run's memory
+            importlib.import_module(name)  # imports are not part of a run's memory
         idle = peak_mib()
         document = ours(Path(arguments.ours), arguments.method)
         print(json.dumps({**document, "idle_mib": idle, "peak_mib": peak_mib()}))

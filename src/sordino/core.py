@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class Unit(StrEnum):
 
 
 def check_number(name: str, value: object) -> None:
-    """Refuse what is no number, such as a text."""
+    """Refuse what is not a number, such as a text."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise SordinoError(f"{name}: {value!r} must be a number.")
 
@@ -189,7 +189,7 @@ class Privacy:
         for client, epsilon in self.client_epsilon.items():
             if not is_whole(client):
                 raise SordinoError(
-                    f"client_epsilon: {client!r} is no client's number; write whole numbers from 0, as in {{0: 0.5}}."
+                    f"client_epsilon: {client!r} is not a client's number; write whole numbers from 0: {{0: 0.5}}."
                 )
             check_number(f"client_epsilon: client {client}", epsilon)
             if not 0 < epsilon <= self.epsilon:
@@ -261,22 +261,96 @@ class Model(Protocol):
         has several rows per person, the terms are sums over the records of each person."""
         ...
 
-    # A model that serves other laws of clipping than flat has a method check_clipping(clipping), which refuses what it
-    # does not serve, and takes clipped_sum(…, clipping=…).
-    # One whose terms may be blends of two gradients says so by `serves_blends = True`, and takes
-    # clipped_sum(…, blend=Blend(…)).
-    # A linear model whose features can be centred (`Centre`) says so by `serves_centres = True`.
-    # A model whose sums have one clipped term per person, where a shard has several rows per person, says so by
-    # `serves_persons = True`; others are refused at person level.
-    # A model that serves adaptive clips has count_sum(theta, shard, scale): of ±1/2 for norms up to 1 and beyond.
-    # One whose intercepts can be calibrated has calibration_sum(theta, shard, clip, differences=False): of (one-hot
-    # label, probabilities), or of what `Ask.calibration` says of differences.
-    # One of two classes whose slope can be calibrated has slope_sum(theta, shard, clip): of what `Ask.slope` says.
-    # One that serves second-order methods also has
-    #   gram_sum(shard, clip, constant): of u u^T  curvature_sum(theta, shard, clip): of Hessians
-    #   fisher_sum(theta, shard, clip): of g g^T   curvature_times(theta, shard, clip, v): the Hessians' sum times v
-    # One of trees has leaves_sum(theta, shard, clip, tree): of residuals and curvatures by leaf (`Ask.leaves`).
-    # One that counts (`models.tally`) has tally_sum(theta, shard, clip): of one bounded vector per record.
+
+class Abilities(Protocol):
+    """What a model may have beyond `Model`. Nothing here is required: `answers` and `serves` say what a model has.
+
+    Attributes:
+        serves_blends: Whether terms may be blends of two gradients; then `clipped_sum` takes `blend`.
+        serves_centres: Whether features can be centred (`Centre`).
+        serves_persons: Whether sums have one clipped term per person, where a shard has several rows per person. Other
+            models are refused at person level.
+    """
+
+    serves_blends: bool
+    serves_centres: bool
+    serves_persons: bool
+
+    def check_clipping(self, clipping: Clipping) -> None:
+        """Refuse a law of clipping that the model does not serve. With this method `clipped_sum` takes `clipping`."""
+        ...
+
+    def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
+        """Of 1/2 for each gradient whose norm, times `scale`, is at most 1, and -1/2 for others: for adaptive clips."""
+        ...
+
+    def calibration_sum(self, theta: Tensor, shard: Shard, clip: float, differences: bool = False) -> Tensor:
+        """Of (one-hot label, probabilities), or of what `Ask.calibration` says of differences."""
+        ...
+
+    def slope_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Of what `Ask.slope` says, for two classes."""
+        ...
+
+    def gram_sum(self, shard: Shard, clip: float, constant: float = 1.0) -> Tensor:
+        """Of u u^T, for second-order methods."""
+        ...
+
+    def curvature_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Of Hessians."""
+        ...
+
+    def curvature_times(self, theta: Tensor, shard: Shard, clip: float, v: Tensor) -> Tensor:
+        """The sum of Hessians times v."""
+        ...
+
+    def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Of g g^T."""
+        ...
+
+    def leaves_sum(self, theta: Tensor, shard: Shard, clip: float, tree: int) -> Tensor:
+        """Of residuals and curvatures by leaf of a tree (`Ask.leaves`)."""
+        ...
+
+    def tally_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
+        """Of one bounded vector per record, for models that count (`models.tally`)."""
+        ...
+
+
+def answers(model: object, kind: Kind) -> bool:
+    """Whether a model computes the sum that a query asks for.
+
+    Args:
+        model: The model.
+        kind: The kind of the query.
+
+    Returns:
+        Whether the model has the method of that kind.
+
+    Example:
+        >>> from sordino.models.linear import Linear
+        >>> answers(Linear(3, 2), Kind.SLOPE), answers(Linear(3, 2), Kind.LEAVES)
+        (True, False)
+    """
+    return hasattr(model, "clipped_sum" if kind is Kind.GRADIENT else f"{kind}_sum")
+
+
+def serves(model: object, what: Literal["blends", "centres", "clipping", "persons"]) -> bool:
+    """Whether a model has an ability other than a sum.
+
+    Args:
+        model: The model.
+        what: Blends of two gradients, centred features, laws of clipping other than flat, or whole persons.
+
+    Returns:
+        Whether it does.
+
+    Example:
+        >>> from sordino.models.linear import Linear
+        >>> serves(Linear(3, 2), "persons"), serves(Linear(3, 2), "clipping")
+        (True, False)
+    """
+    return hasattr(model, "check_clipping") if what == "clipping" else bool(getattr(model, f"serves_{what}", False))
 
 
 # ----------------------------------------------------------------------------------------------- what may be asked

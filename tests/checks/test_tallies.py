@@ -79,5 +79,5 @@ def test_secret_noise_and_add_remove_are_attacked_too():
 
 
 def test_an_unknown_tally_is_refused():
-    with pytest.raises(SordinoError, match="is no tally"):
+    with pytest.raises(SordinoError, match="is not a tally"):
         check_tally("evaluatoin")

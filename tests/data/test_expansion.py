@@ -230,14 +230,14 @@ def test_schema_check_explains_them(place, capsys):
         ({"features": ["bins:3", "bins:4"]}, r"features: .* one law twice"),
         ({"interactions": [["age", "ward"]]}, r"interactions: pairs of columns are for"),
         ({"features": "interactions", "interactions": []}, r"interactions: \[\]; write pairs"),
-        ({"features": "interactions", "interactions": [["age"]]}, r"interactions: \['age'\] is no pair"),
+        ({"features": "interactions", "interactions": [["age"]]}, r"interactions: \['age'\] is not a pair"),
         (
             {"features": "interactions", "interactions": [["age", "wart"]]},
             r"interactions: 'wart' .* Did you mean 'ward'",
         ),
         (
             {"features": "interactions", "interactions": [["age", "id"]]},
-            r"interactions: 'id' is no column with features",
+            r"interactions: 'id' is not a column with features",
         ),
         ({"features": "interactions", "interactions": [["age", "age"]]}, r"one column with itself"),
         (

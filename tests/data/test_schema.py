@@ -201,7 +201,7 @@ def test_an_excel_sheet_is_read_as_a_text_file_is(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("größe,y\nabc,j\n", "column 'größe' holds a cell that is no number"),
+        ("größe,y\nabc,j\n", "column 'größe' holds a cell that is not a number"),
         ("größe;y\n1,5;j\n", 'set decimal = ","'),
         ("grösse,y\n1,j\n", "lacks the column 'größe'. Did you mean"),
         ("größe,y,id\n1,j,3\n", "has the column 'id', which the schema does not mention"),
@@ -244,7 +244,7 @@ def test_dates_in_another_form(tmp_path):
     schema = Schema.of({"columns": {"day": about}})
     cells = {"day": ["01.01.2020", "31.12.2020", None]}
     np.testing.assert_allclose(schema.encode(cells, target=False).x, [[-1, 0], [1, 0], [0, 1]])
-    with pytest.raises(SordinoError, match=r"2 cells of column 'day' are no dates like 31\.12\.2024;"):
+    with pytest.raises(SordinoError, match=r"2 cells of column 'day' are not dates like 31\.12\.2024;"):
         schema.encode({"day": ["2020-01-01", "01.01.2020", "31.02.2020"]}, target=False)
     with pytest.raises(SordinoError, match="format: 'm/y' must name day, month and year"):
         Schema.of({"columns": {"day": {**about, "format": "m/y"}}})
@@ -309,7 +309,7 @@ def test_check_explains_a_schema_whose_ranges_are_to_be_found(tmp_path, capsys):
         (["columns", "stage", "levels"], ["I"], "columns.stage.levels: list at least 2"),
         (["columns", "stage", "fill"], "V", "columns.stage.fill: 'V' is none of the levels"),
         (["columns", "smokes", "true"], ["no"], "columns.smokes: a word stands under both"),
-        (["columns", "admitted", "range"], ["2020-01-01", "soon"], "'soon' is no date"),
+        (["columns", "admitted", "range"], ["2020-01-01", "soon"], "'soon' is not a date"),
         (["columns", "admitted", "range"], ["2020-01-02", "2020-01-01"], "the earlier one first"),
         (["columns"], {}, "there are no columns"),
         (["columns", "age"], "number", "columns.age: write a table"),
@@ -330,7 +330,7 @@ def test_check_explains_a_schema_whose_ranges_are_to_be_found(tmp_path, capsys):
         (["target"], survival(event=None), "target.event: survival needs the column that says whether the event"),
         (["target"], survival(event="time"), "must be three different columns"),
         (["target"], survival(event="hospital"), "must be three different columns"),
-        (["target"], survival(event="age"), "columns.age: age is the event, so it is no feature"),
+        (["target"], survival(event="age"), "columns.age: age is the event, so it is not a feature"),
         (["target"], survival(intervals=None), "target.intervals: survival needs public edges"),
         (["target"], survival(intervals=[0]), "target.intervals: survival needs public edges"),
         (["target"], survival(intervals=[1, 2]), "target.intervals: .* begin with 0"),
@@ -340,7 +340,11 @@ def test_check_explains_a_schema_whose_ranges_are_to_be_found(tmp_path, capsys):
         (["target"], survival(intervals=365), "target.intervals: 365 must be a list of numbers"),
         (["target"], survival(levels=["no"]), "target.levels: of survival, give how the event column spells"),
         (["target"], survival(maximum=3), "target.maximum: it is for count, and the task is survival"),
-        (["target", "column"], "age", r"columns.age: age is the target, so it is no feature; remove \[columns.age\]"),
+        (
+            ["target", "column"],
+            "age",
+            r"columns.age: age is the target, so it is not a feature; remove \[columns.age\]",
+        ),
         (["client"], "died", "must be three different columns"),
         (["client"], 3, "client: '3' must be the name of a column"),
         (["person"], "died", "must be three different columns"),
@@ -357,12 +361,12 @@ def test_wrong_schemas_are_refused_by_the_key(path, value, problem):
 @pytest.mark.parametrize(
     ("column", "cells", "problem"),
     [
-        ("age", ["x", "1", "2"], "column 'age' holds 1 cell that is no number"),
+        ("age", ["x", "1", "2"], "column 'age' holds 1 cell that is not a number"),
         ("age", [float("inf"), 1, 2], "column 'age' holds an infinite number"),
         (
             "admitted",
             ["31.12.2020", None, None],
-            "1 cell of column 'admitted' is no date like 2024-12-31. .* set format",
+            "1 cell of column 'admitted' is not a date like 2024-12-31. .* set format",
         ),
         ("hospital", ["a", None, "b"], "client: 1 cell of column 'hospital' is missing"),
         ("died", ["no", "perhaps", "no"], "target: 1 cell of column 'died' is none"),
@@ -376,7 +380,7 @@ def test_wrong_cells_are_refused_by_the_column(column, cells, problem):
 def test_a_missing_column_is_refused():
     with pytest.raises(SordinoError, match="lacks the column 'age'"):
         Schema.of(VALUES).encode({name: cells for name, cells in FRAME.items() if name != "age"})
-    with pytest.raises(SordinoError, match="is no table"):
+    with pytest.raises(SordinoError, match="is not a table"):
         tables.of_frame([1, 2])
 
 
@@ -464,7 +468,7 @@ def test_a_file_without_a_heading_gives_no_draft(tmp_path, capsys, cell):
     told = capsys.readouterr()
     assert told.out == ""
     said = told.err.replace(str(path), "")
-    assert "1 of 3 cells are no likely names of columns (empty, a number or a date)" in said
+    assert "1 of 3 cells are unlikely names of columns (empty, a number or a date)" in said
     assert "--any-names" in said
     assert "rare-ward" not in said
     assert len(cell) < 2 or cell.strip('"') not in said
@@ -479,7 +483,7 @@ def test_a_draft_says_that_types_come_from_the_cells(tmp_path):
     other, _ = draft(write(tmp_path, "\n".join(["marker", *rows[:-1], "rare"]), "t.csv"))
     assert ('type = "number"' in one, 'type = "category"' in other) == (True, True)
     assert "the draft is private until people have reviewed it" in looked[0]
-    assert "# Types come from the cells: one cell that is no number makes its column a category" in one
+    assert "# Types come from the cells: one cell that is not a number makes its column a category" in one
 
 
 def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):

@@ -162,7 +162,7 @@ def test_clients_of_a_table_are_named_by_a_column(folder, tmp_path):
         ({"text": None}, "are not numeric"),
         ({"normalize": "l2"}, "normalize: l2, but the features are token ids"),
         ({"data": "sst2"}, "text: 'sst2' has its own sentences"),
-        ({"data": "x.npz"}, "text: '.*' is no table"),
+        ({"data": "x.npz"}, "text: '.*' is not a table"),
     ],
 )
 def test_what_is_no_column_of_text_is_refused(folder, tmp_path, changes, message):

@@ -140,7 +140,7 @@ def test_predictions_need_the_columns_alone():
     assert (model.predict_proba(frame.assign(more=1)) == model.predict_proba(frame)).all()
     with pytest.raises(SordinoError, match=r"lacks the column 'sex'"):
         model.predict(frame[["age"]])
-    with pytest.raises(SordinoError, match=r"^data: a ndarray is no table; give a pandas or polars frame"):
+    with pytest.raises(SordinoError, match=r"^data: a ndarray is not a table; give a pandas or polars frame"):
         model.predict(frame[["age"]].to_numpy())
 
 
@@ -284,9 +284,9 @@ def test_bad_frames_are_named():
         (frame.assign(died="perhaps"), r"^target: \d+ cells of column 'died' are none of the levels"),
         (frame.assign(died=None), r"^target: 40 cells of column 'died' are missing"),
         (frame.assign(hospital=None), r"^client: 40 cells"),
-        (frame.assign(age="old"), r"column 'age' holds \d+ cells that are no number"),
+        (frame.assign(age="old"), r"column 'age' holds \d+ cells that are not numbers"),
         (frame[:0], r"^X: the frame has no records"),
-        (frame.to_numpy(), r"^data: a ndarray is no table"),
+        (frame.to_numpy(), r"^data: a ndarray is not a table"),
     ]:
         with pytest.raises(SordinoError, match=message):
             fast().fit(wrong)

@@ -147,7 +147,7 @@ def test_a_fit_without_noise_finds_the_least_squares():
         ({"target_range": (1, 9), "task": "count"}, r"^target_range: .* must be 0 and a whole number"),
         ({"target_range": (0, 9.5), "task": "count"}, r"^target_range: .* must be 0 and a whole number"),
         ({"task": "counts"}, r"^task: 'counts' is unknown. Did you mean 'count'"),
-        ({"task": "count"}, r"^y: 20 targets are no counts"),
+        ({"task": "count"}, r"^y: 20 targets are not counts"),
         ({"model": "softmax"}, r"^model: softmax does not fit"),
         ({"unit": "client"}, r"^groups: at client level"),
     ],
@@ -159,5 +159,5 @@ def test_bad_parameters_are_named(settings, message):
 
 def test_words_are_no_quantities():
     x, _ = line(20)
-    with pytest.raises(SordinoError, match=r"^y: the targets are no numbers; for classes use FederatedClassifier"):
+    with pytest.raises(SordinoError, match=r"^y: the targets are not numbers; for classes use FederatedClassifier"):
         fast().fit(x, ["yes", "no"] * 10)

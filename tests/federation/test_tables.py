@@ -113,7 +113,7 @@ def test_no_cell_of_a_table_leaves_in_a_refusal(federation):
     assert all(b"secret-93" not in file.read_bytes() for file in written)
     log = (federation.place("west") / "events.jsonl").read_text()
     assert "secret-93" not in log
-    assert "column 'age' holds a cell that is no number" in log
+    assert "column 'age' holds a cell that is not a number" in log
 
 
 def with_persons(federation, names=NAMES):

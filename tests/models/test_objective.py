@@ -144,7 +144,7 @@ def test_a_loss_reads_float32_in_half_precision():
 
 REFUSED = [
     ({}, "returns a dict with 'rebuilt', 'logits', 'given'; name .* output='rebuilt'"),
-    ({"output": "logit"}, "'logit' is no tensor"),
+    ({"output": "logit"}, "'logit' is not a tensor"),
     ({"output": "logits", "loss": lambda out, y: both(out, y).mean()}, r"returns \(\) for 2 records.*reduction='none'"),
     ({"output": "logits", "loss": lambda out, y: both(out, y) - both(out, y).mean()}, "depends on other records"),
     ({"output": "logits", "loss": lambda out, y: out["missing"]}, "fails on 2 records: KeyError"),

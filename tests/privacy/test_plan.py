@@ -66,7 +66,7 @@ def test_a_method_of_another_unit_is_told_how_to_be_built():
 
 
 def test_sampling_that_is_nothing_is_refused():
-    with pytest.raises(SordinoError, match="sampling: None is no Sampling; write a text such as 'full'"):
+    with pytest.raises(SordinoError, match="sampling: None is not a Sampling; write a text such as 'full'"):
         Plan(build("dp-fedgd"), 3, UNEQUAL, Privacy(2.0), sampling=None)
 
 
@@ -761,9 +761,13 @@ def test_a_rule_may_keep_the_state_it_inherits():
         ({"sizes": (math.nan, 3)}, {}, "sizes: client 0 has nan records"),
         ({"sizes": (3, math.inf)}, {}, "sizes: client 1 has inf records"),
         ({"sizes": (3, 2**60)}, {}, "sizes: client 1 has 1152921504606846976 records"),
-        ({}, {"client_epsilon": {"0": 0.5}}, "client_epsilon: '0' is no client's number; write whole numbers from 0"),
-        ({}, {"client_epsilon": {0.5: 0.5}}, r"client_epsilon: 0\.5 is no client's number"),
-        ({}, {"client_epsilon": {True: 0.5}}, "client_epsilon: True is no client's number"),
+        (
+            {},
+            {"client_epsilon": {"0": 0.5}},
+            "client_epsilon: '0' is not a client's number; write whole numbers from 0",
+        ),
+        ({}, {"client_epsilon": {0.5: 0.5}}, r"client_epsilon: 0\.5 is not a client's number"),
+        ({}, {"client_epsilon": {True: 0.5}}, "client_epsilon: True is not a client's number"),
         ({}, {"client_epsilon": {0: "1"}}, "client_epsilon: client 0: '1' must be a number"),
         ({}, {"person_records": 2.5}, r"person_records: 2\.5 must be a whole number"),
         ({"sampling": "poisson:10"}, {"delta": 1e-300}, "delta: 1e-300 must be at least 1e-200 where .* batch = full"),

@@ -2,10 +2,10 @@
 
 import contextlib
 import json
+import os
 import shutil
-import subprocess
-import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from sordino.training import leases, run
 from sordino.training.folder import RunFolder
 from sordino.training.leases import StateRegister
 from sordino.training.spec import Spec
+from tests.support import forks
 
 ROUNDS = 5
 
@@ -184,15 +185,16 @@ def test_two_processes_that_resume_copies_at_once_release_one_model(begun, tmp_p
     _, out, stream = begun(1)
     stream.close()
     folders = [out, copied(out)]
-    command = [sys.executable, "-m", "sordino", "run", "--resume"]
-    started = [
-        subprocess.Popen([*command, str(each)], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        for each in folders
-    ]
-    ends = [(*each.communicate(timeout=120), each.returncode) for each in started]
-    assert sorted(code for *_, code in ends) == [0, 2], ends
+    code = "from sordino.cli import main; exit(main())"
+
+    def resume(folder):
+        return forks.run(code, "run", "--resume", str(folder), folder=tmp_path, env=os.environ)
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(resume, folders))
+    assert sorted(end.returncode for end in ends) == [0, 2], ends
     assert sum((each / "public" / "model.safetensors").exists() for each in folders) == 1
-    assert any("was resumed" in error for _, error, _ in ends) or any("resumed since" in error for _, error, _ in ends)
+    assert any("was resumed" in end.stderr or "resumed since" in end.stderr for end in ends)
 
 
 def test_a_run_of_before_gets_a_lease(begun, tmp_path):

@@ -285,7 +285,7 @@ def test_a_schema_and_what_contradicts_it(files):
         ({"label": "age"}, "label: the schema's target is 'cost'"),
         ({"public_stats": "p.npz"}, "public_stats: the schema scales each column already"),
         ({"partition": "by-column:site"}, "partition: the schema names the client column"),
-        ({"data": "digits"}, "schema: 'digits' is no table"),
+        ({"data": "digits"}, "schema: 'digits' is not a table"),
         ({"data": "nothing.csv"}, "data: there is no file 'nothing.csv'"),
         ({"schema": "nothing.toml"}, "schema: there is no file 'nothing.toml'"),
     ):

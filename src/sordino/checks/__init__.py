@@ -226,7 +226,7 @@ def check_tally(
     """
     known = tallies()
     if name not in known:
-        raise SordinoError(f"check: '{name}' is no tally.{nearest(name, known)}")
+        raise SordinoError(f"check: '{name}' is not a tally.{nearest(name, known)}")
     if trials < LEAST_TRIALS:
         raise SordinoError(f"trials: {trials} must be at least {LEAST_TRIALS}.")
     methods, models = [known[name].at(unit) for unit in units], known[name].models

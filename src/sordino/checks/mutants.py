@@ -14,7 +14,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.contracts import greedy
 from sordino.checks.fixtures import Space, Through, short_plan
-from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
+from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit, serves
 from sordino.engines import reference
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.tree import tree_map
@@ -440,7 +440,7 @@ def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
       The numbers of these stages.
     """
     asks_gradients = any(query.kind is Kind.GRADIENT for stage in method.stages for query in stage.queries)
-    if not asks_gradients or not getattr(model, "serves_blends", False):
+    if not asks_gradients or not serves(model, "blends"):
         return set()
     running, blended = [0], set[int]()
 

@@ -65,7 +65,7 @@ def _sizes(records: str, clients: int | None) -> tuple[int, ...]:
     try:
         sizes = tuple(int(part) for part in records.split(","))
     except ValueError:
-        raise SordinoError(f"--records: '{records}' should be a number, or one a client as in 900,1200,450.") from None
+        raise SordinoError(f"--records: '{records}' should be a number, or one per client: 900,1200,450.") from None
     if min(sizes) < 1:
         raise SordinoError("--records: every client needs at least one record.")
     if len(sizes) == 1:

@@ -95,7 +95,7 @@ def _shape(text: str) -> tuple[int, int]:
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[str, Sequence[Any]], None]]:
-    """Call it with a name and its reports after each check: a bar on stderr, or a line each if that is no terminal."""
+    """Call it with a name and its reports after each check: a bar on stderr, or one line each without a terminal."""
     if sys.stderr.isatty():
         with bar("checking", total) as progress:
             yield lambda name, reports: progress()

@@ -83,8 +83,8 @@ def act(arguments: argparse.Namespace) -> int:
     prepared = private_evaluation.prepare(arguments.model, arguments.data, weights=arguments.weights, **options)
     if trained_on(Path(arguments.model), arguments.data):
         print(
-            f"WARNING: the run was trained on '{arguments.data}', so most of these records are no test: scores are too "
-            "good, and what the model and this evaluation tell of a record adds up.",
+            f"WARNING: the run was trained on '{arguments.data}', so most of these records are not a test: scores are "
+            "too good, and what the model and this evaluation tell of a record adds up.",
             file=sys.stderr,
         )
     if differs := unlike_the_run(Path(arguments.model), options, prepared.plan.privacy):

@@ -188,7 +188,7 @@ def _prepared(arguments: argparse.Namespace, out: Path) -> int:
 
 
 def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same lines, with a progress bar on stderr. If stderr is no terminal, one line of text per line."""
+    """The same lines, with a progress bar on stderr. If stderr is not a terminal, one line of text per line."""
     if not sys.stderr.isatty():
         rounds: int | None = None
         for line in lines:

@@ -217,7 +217,7 @@ def _vote(arguments: argparse.Namespace) -> int:
     roster, before = data.roster, set(votes.stored(config.folder))
     for name in (*arguments.against, *arguments.withdraw):
         if name not in roster.names or name == config.name:
-            raise SordinoError(f"vote: '{name}' is no other site of roster.toml.{nearest(name, roster.names)}")
+            raise SordinoError(f"vote: '{name}' is not another site of roster.toml.{nearest(name, roster.names)}")
     after = (before | set(arguments.against)) - set(arguments.withdraw)
     if after != before:
         votes.store(config.folder, after)

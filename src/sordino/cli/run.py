@@ -469,6 +469,7 @@ def _facts(
 
 def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scores: dict[str, Any]) -> Iterator[str]:
     """Warnings about the model and the settings, and what could be better."""
+    from sordino.core import Kind, answers
     from sordino.evidence.certificate import ranges
     from sordino.privacy import calibration
     from sordino.training.evaluate import beats_constant_guess, no_better
@@ -479,7 +480,7 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
         why = f"{no_better(prepared.dataset, scores)}. {remedy(prepared)}"
         than = "before training" if prepared.dataset.sequences else "a constant guess"
         yield f"WARNING: the model is no better than {than}: {why}"
-    changeable = hasattr(prepared.model, "slope_sum") and not settings.calibrate_slope
+    changeable = answers(prepared.model, Kind.SLOPE) and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
         yield note
     if settings.private_statistics is not None:

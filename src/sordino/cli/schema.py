@@ -68,7 +68,7 @@ def _draft(arguments: argparse.Namespace) -> int:
         text, looked = draft(Path(arguments.file), paths[1], dialect, any_names=arguments.any_names)
     except WrongEncodingError as error:
         raise SordinoError(
-            f"--encoding: {error.path} is no {arguments.encoding} text; name its encoding, such as --encoding latin-1 "
+            f"--encoding: {error.path} is not {arguments.encoding} text; name its encoding, such as --encoding latin-1 "
             "(Windows, Western Europe) or --encoding utf-16."
         ) from None
     if out is None:

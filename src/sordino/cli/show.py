@@ -172,7 +172,7 @@ def numbers(flag: str, text: str, example: str) -> list[float]:
       example: what an error shows.
 
     Raises:
-      SordinoError: a part is no number.
+      SordinoError: a part is not a number.
     """
     try:
         return [float(part) for part in text.split(",")]
@@ -205,7 +205,7 @@ def plain(value: Any) -> Any:
 
 
 def waiting(what: str) -> AbstractContextManager[Any]:
-    """Meanwhile a terminal shows what is being done; stderr that is no terminal gets nothing."""
+    """Meanwhile a terminal shows what is being done; stderr that is not a terminal gets nothing."""
     if not sys.stderr.isatty():
         return nullcontext()
     from rich.console import Console

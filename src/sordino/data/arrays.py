@@ -78,7 +78,7 @@ def quantities(y: np.ndarray) -> np.ndarray:
     try:
         numbers = np.asarray(y, dtype=np.float32)
     except (TypeError, ValueError):
-        raise SordinoError("y: the labels are no numbers; name the classes.") from None
+        raise SordinoError("y: the labels are not numbers; name the classes.") from None
     if not np.isfinite(numbers).all():
         raise SordinoError("y: a label is missing or infinite.")
     return numbers

@@ -271,10 +271,10 @@ def _pairs(values: Any, columns: Sequence[str]) -> tuple[tuple[str, str], ...]:
     pairs = []
     for pair in values:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(name, str) for name in pair):
-            raise SordinoError(f"interactions: {pair!r} is no pair; {example}.")
+            raise SordinoError(f"interactions: {pair!r} is not a pair; {example}.")
         if unknown := [name for name in pair if name not in columns]:
             raise SordinoError(
-                f"interactions: '{unknown[0]}' is no column with features.{nearest(unknown[0], columns)}"
+                f"interactions: '{unknown[0]}' is not a column with features.{nearest(unknown[0], columns)}"
             )
         if pair[0] == pair[1]:
             raise SordinoError(

@@ -33,7 +33,7 @@ TRUTH = {"true": "1", "false": "0"}
 
 
 def records_digest(source: str, key: bytes = b"", dialect: Dialect | None = None) -> bytes:
-    """The keyed hash of the records of a file, or of the name of a data set that is no file.
+    """The keyed hash of the records of a file, or of the name of a data set that is not a file.
 
     Args:
       source: a file, or the name of a built-in or published data set.
@@ -109,7 +109,7 @@ def _columns(path: Path, dialect: Dialect | None) -> Mapping[str, np.ndarray] | 
 
 
 def _of_table(table: Any) -> dict[str, np.ndarray] | None:
-    """The columns of a table; None if two have one name. The saved index of a data frame is no column."""
+    """The columns of a table; None if two have one name. The saved index of a data frame is not a column."""
     names = [str(name).strip() for name in table.column_names]
     kept = {name: number for number, name in enumerate(names) if not fullmatch(r"__index_level_\d+__", name)}
     if len(set(names)) < len(names):
@@ -118,7 +118,7 @@ def _of_table(table: Any) -> dict[str, np.ndarray] | None:
 
 
 def _values(column: Any) -> np.ndarray:
-    """A column of a table as numbers, or as texts where a cell is no number or no exact one."""
+    """A column of a table as numbers, or as texts if a cell is not an exact number."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -166,7 +166,7 @@ def _number(text: str) -> str:
     """The one spelling of a number: whole ones exactly, others to the precision of float32.
 
     Raises:
-      ValueError: the text is no number.
+      ValueError: the text is not a number.
     """
     if "_" in text:  # Python reads 1_000
         raise ValueError
@@ -197,7 +197,7 @@ def _beyond(*numbers: int) -> bool:
 
 
 def _column(values: np.ndarray) -> bytes:
-    """Hash of an array: its shape, and its numbers as float64, or its cells where one is no number or no exact one."""
+    """Hash of an array: its shape, and its numbers as float64, or its cells if one is not an exact number."""
     digest = hashlib.sha256(f"{values.shape} ".encode())
     numbers = _numbers(values)
     if numbers is None:

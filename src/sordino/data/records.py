@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino.core import Model, Privacy, Shard, Unit
+from sordino.core import Model, Privacy, Shard, Unit, serves
 from sordino.errors import SordinoError, count
 
 LOSSES_OF_NUMBERS = ("squares", "poisson", "hazards")  # for other losses, labels are class indices
@@ -75,7 +75,7 @@ def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> N
 
 def check_serves(privacy: Privacy, model: Model) -> None:
     """Refuse a model that would clip each record of a person by itself."""
-    if privacy.unit is Unit.PERSON and not getattr(model, "serves_persons", False):
+    if privacy.unit is Unit.PERSON and not serves(model, "persons"):
         raise SordinoError(
             f"unit: {type(model).__name__} clips single records, not persons; use a linear model or a network, or unit "
             "= record."
@@ -102,7 +102,7 @@ def person_rows(
         (the record of each row, or -1; the first row of each client, and the number of rows).
 
     Raises:
-        SordinoError: `person` is no number per record, or `per_person` is out of its range.
+        SordinoError: `person` is not one number per record, or `per_person` is out of its range.
     """
     if person.shape != client.shape or not np.issubdtype(person.dtype, np.integer):
         raise SordinoError("person: give one whole number per record, equal for all records of a person.")

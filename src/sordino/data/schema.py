@@ -377,8 +377,8 @@ def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lowe
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
     text = tables.texts(column, missing)
     text = pc.utf8_lower(text) if lower else text
-    found = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
-    index = np.asarray(pc.fill_null(found, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
+    places = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
+    index = np.asarray(pc.fill_null(places, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
     blank = np.asarray(pc.is_null(text).to_numpy(zero_copy_only=False), bool)
     return np.where(blank, MISSING_LEVEL, index)
 
@@ -444,9 +444,9 @@ class Target:
 
     def _check_count(self) -> None:
         if self.maximum is None or not (1 <= self.maximum <= MOST_COUNT and float(self.maximum).is_integer()):
-            given = "none is given" if self.maximum is None else f"{self.maximum:g} is given"
+            written = "none is given" if self.maximum is None else f"{self.maximum:g} is given"
             raise SordinoError(
-                f"target.maximum: a count needs a public maximum, a whole number from 1 to {MOST_COUNT:,}; {given}."
+                f"target.maximum: a count needs a public maximum, a whole number from 1 to {MOST_COUNT:,}; {written}."
             )
 
     def _check_survival(self) -> None:
@@ -659,9 +659,11 @@ class Schema:
             raise SordinoError('missing: give a list of texts, such as ["", "?", "NA"].')
         file = values.get("file", {})
         _check_keys(file, Dialect._fields, "file")
-        made = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
-        schema = Schema(columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), made)
-        made.check_width(schema.blocks)
+        expanded = Expansion.of(values, [name for name, column in columns.items() if column.features(name)])
+        schema = Schema(
+            columns, target, special["client"], special["person"], tuple(missing), Dialect(**file), expanded
+        )
+        expanded.check_width(schema.blocks)
         return schema
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -691,7 +693,7 @@ class Schema:
         """Hash of what the schema says, whatever the order of keys in its file; the order of columns counts."""
         values = self.values()
         values["columns"] = list(values["columns"].items())
-        values.pop("file", None)  # how a file is written is no part of what its columns mean
+        values.pop("file", None)  # how a file is written is not part of what its columns mean
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
     # ------------------------------------------------------------------------------------------------------ encoding
@@ -705,9 +707,9 @@ class Schema:
     def blocks(self) -> list[Block]:
         """The columns that have features, before these are expanded."""
         return [
-            Block(name, made, getattr(column, "knot", None))
+            Block(name, features, getattr(column, "knot", None))
             for name, column in self.columns.items()
-            if (made := column.features(name))
+            if (features := column.features(name))
         ]
 
     @property
@@ -932,8 +934,8 @@ class Schema:
         """
         features = list(self.features)
         varies = {name for name, column in zip(features, np.ptp(encoded.x, axis=0) > 0, strict=True) if column}
-        made = {name: column.features(name) for name, column in self.columns.items()}
-        return [name for name, own in made.items() if own and not varies & {*own}]
+        features = {name: column.features(name) for name, column in self.columns.items()}
+        return [name for name, own in features.items() if own and not varies & {*own}]
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and its features; then what is made of these."""
@@ -954,7 +956,7 @@ def draft(
 
     Of the file only the column names and their types are used. Ranges and levels would tell something of the records,
     so they are left blank; or they are taken from a second file with *public* records of the same columns. The types
-    come from the cells: one cell that is no number makes its column a category. So the draft is private until people
+    come from the cells: one cell that is not a number makes its column a category. So the draft is private until people
     have reviewed it.
 
     Args:
@@ -977,7 +979,7 @@ def draft(
     tables.check_encoding(table, table.column_names, path)
     if not any_names and (unlikely := tables.unlikely_names(path, table.column_names)):
         raise SordinoError(  # no name is quoted: it may be the cell of a person
-            f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are no likely names "
+            f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are unlikely names "
             "of columns (empty, a number or a date), so the draft might hold a record; put a line with the names "
             "above the records, or give --any-names if the columns are really called so."
         )
@@ -1014,14 +1016,14 @@ def draft(
         looked.append(f"ranges and levels of {public.name}, which is declared public")
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
-        "# Remove [columns.NAME] of the target, the client and the person: they are no features.\n"
+        "# Remove [columns.NAME] of the target, the client and the person: they are not features.\n"
         '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
         '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
         f"# Types of a column: {', '.join(TYPES)}; docs/how-to/describe-a-table.md describes them.\n"
         "# Take ranges and levels from a code book or the literature, never from the records.\n"
-        "# Types come from the cells: one cell that is no number makes its column a category. So this draft is\n"
+        "# Types come from the cells: one cell that is not a number makes its column a category. So this draft is\n"
         "# private until every name and type was compared with the code book.\n\n"
     )
     return notes + tomli_w.dumps(document), looked
@@ -1071,7 +1073,7 @@ def _check_roles(values: Mapping[str, Any], described: Mapping[str, Any]) -> Non
     if both:
         what = " and ".join(f"{name} is the {role}" for name, role in both)
         tables = " and ".join(f"[columns.{name}]" for name, _ in both)
-        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is no feature; remove {tables}.")
+        raise SordinoError(f"columns.{both[0][0]}: {what}, so it is not a feature; remove {tables}.")
 
 
 def _column(name: str, about: Any) -> Column:
@@ -1099,7 +1101,7 @@ def _check_filled(values: Mapping[str, Any]) -> None:
     if places := list(blank(values, "")):
         rest = f"; so do {', '.join(places[1:])}" * (len(places) > 1)
         raise SordinoError(
-            f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is no feature "
+            f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is not a feature "
             'has type = "drop" alone.'
         )
 
@@ -1193,4 +1195,4 @@ def days_of(text: str, where: str) -> float:
     try:
         return float((date.fromisoformat(text) - EPOCH).days)
     except ValueError:
-        raise SordinoError(f"{where}: '{text}' is no date like 2024-12-31.") from None
+        raise SordinoError(f"{where}: '{text}' is not a date like 2024-12-31.") from None

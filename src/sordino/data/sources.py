@@ -106,34 +106,34 @@ def load(
     """Read a source, hold out a test part where it brings none, and preprocess.
 
     Args:
-      source: `digits`; `synthetic`, `synthetic(alpha,beta,clients=..,features=..,classes=..,records=..,spread=..)`;
-        a published set (`mnist`, `cifar10`, `a9a`, … : `sordino.data.catalog.NAMES`);
-        or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet file.
-      label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
-      client: the column (or .npz array) that says whose each record is.
-      person: the column (or .npz array) that says whom each record is about; persons are held out as a whole.
-      test_fraction: the part held out, client by client, where the source has no test part of its own.
-      seed: of the records held out.
-      public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
-        `normalize`.
-      normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
-      data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
-        nowhere is downloaded.
-      classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
-        they are quantities.
-      whole_clients: hold out all records of some clients, and none of the others.
-      schema: what the columns of a table mean; it names label, clients and classes, and encodes each record by itself.
-      text: the column of a table whose text becomes the features; all other columns without a role are ignored.
+        source: `digits`; `synthetic`, `synthetic(alpha,beta,clients=..,features=..,classes=..,records=..,spread=..)`;
+          a published set (`mnist`, `cifar10`, `a9a`, … : `sordino.data.catalog.NAMES`);
+          or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet.
+        label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
+        client: the column (or .npz array) that says whose each record is.
+        person: the column (or .npz array) that says whom each record is about; persons are held out as a whole.
+        test_fraction: the part held out, client by client, where the source has no test part of its own.
+        seed: of the records held out.
+        public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
+          `normalize`.
+        normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R).
+        data_dir: a folder with files of published sets; then $SORDINO_DATA and the cache are searched, and what is
+          nowhere is downloaded.
+        classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
+          they are quantities.
+        whole_clients: hold out all records of some clients, and none of the others.
+        schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
+        text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
     Returns:
-      The records, with their labels as class indices.
+        The records, with their labels as class indices.
 
     Raises:
-      SordinoError: the source cannot be read, or an argument does not fit it.
+        SordinoError: the source cannot be read, or an argument does not fit it.
 
     Example:
-      >>> load("digits").x_test.shape
-      (359, 64)
+        >>> load("digits").x_test.shape
+        (359, 64)
     """
     scaler(normalize)  # refuse a bad word before reading anything
     if not 0 < test_fraction < 1:
@@ -320,7 +320,7 @@ def encode_file(source: str, schema: Schema) -> np.ndarray:
 def _table_path(source: str, field: str = "schema") -> Path:
     path = Path(source).expanduser()
     if tables.suffix_of(path) not in tables.SUFFIXES:
-        raise SordinoError(f"{field}: '{source}' is no table; a {field} describes {', '.join(tables.SUFFIXES)} files.")
+        raise SordinoError(f"{field}: '{source}' is not a table; a {field} describes {', '.join(tables.SUFFIXES)}.")
     if not path.is_file():
         raise SordinoError(f"data: there is no file '{source}'; check the path.")
     return path
@@ -347,7 +347,7 @@ def _read_by_text(
         raise SordinoError("text: a schema encodes columns of its own; leave text or schema out.")
     if normalize != "none":
         raise SordinoError(
-            f"normalize: {normalize}, but the features are token ids, which are no amounts; leave it out."
+            f"normalize: {normalize}, but the features are token ids, which are not amounts; leave it out."
         )
     if label is not None and not text.labelled:
         raise SordinoError(f"label: '{label}', but the text itself is learned, without labels; leave label out.")

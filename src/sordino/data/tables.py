@@ -141,7 +141,7 @@ def of_frame(frame: Any) -> Any:
         which = f"column '{named.group(1)}'" if named else "a column"
         raise SordinoError(f"data: {which} of the frame has cells of several types; give each column one.") from None
     raise SordinoError(
-        f"data: a {type(frame).__name__} is no table; give a pandas or polars frame, or a dict of columns."
+        f"data: a {type(frame).__name__} is not a table; give a pandas or polars frame, or a dict of columns."
     )
 
 
@@ -179,7 +179,7 @@ def numbers(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
             column = column.cast(pa.float64())
         except pa.ArrowInvalid:
             raise SordinoError(
-                _no_number(name, count(_count_other(column), "cell that is", "cells that are"))
+                _no_number(name, count(_count_other(column), "cell that is not a number", "cells that are not numbers"))
             ) from None
     elif not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)) and not (
         pa.types.is_decimal(kind) or pa.types.is_null(kind)
@@ -216,7 +216,7 @@ def _date(cell: str, form: str | None) -> date | None:
 
 
 def _count_other(column: Any) -> int:
-    """How many texts are no numbers."""
+    """How many texts are not numbers."""
 
     def other(cell: str) -> bool:
         try:
@@ -247,7 +247,7 @@ def dates(column: Any, name: str, missing: Sequence[str] = (), form: str | None 
         known = pa.array([_date(cell, form) for cell in coded.dictionary.to_pylist()], pa.date32())
         column = known.take(coded.indices)
         if wrong := column.null_count - text.null_count:
-            found = count(wrong, f"cell of column '{name}' is no date", f"cells of column '{name}' are no dates")
+            found = count(wrong, f"cell of column '{name}' is not a date", f"cells of column '{name}' are not dates")
             like = date(2024, 12, 31).strftime(form or "%Y-%m-%d")
             other = '. Where they are written as 31.12.2024, set format = "%d.%m.%Y" in the schema' * (form is None)
             raise SordinoError(f"data: {found} like {like}{other}; list what means a missing value under `missing`.")
@@ -384,7 +384,7 @@ def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> 
                 f"data: column '{column}' of '{path}'{where} holds a number with a comma; where a comma separates "
                 'decimals, set decimal = "," under [file] in the schema.'
             )
-        return SordinoError(f"{_no_number(column, 'a cell that is')} It is in '{path}'{where}.")
+        return SordinoError(f"{_no_number(column, 'a cell that is not a number')} It is in '{path}'{where}.")
     if wrong := re.search(r"(?:Row #\d+: )?Expected \d+ columns, got \d+", why):  # the rest quotes the row
         return SordinoError(
             f"data: a row of '{path}' has more or fewer cells than the heading ({wrong.group()}); check the "
@@ -403,7 +403,7 @@ def no_records(path: Path) -> SordinoError:
 def _no_number(name: str, what: str) -> str:
     """No cell is quoted: messages are copied into logs and mails."""
     return (
-        f"data: column '{name}' holds {what} no number; list such texts under `missing` in the schema, or give the "
+        f"data: column '{name}' holds {what}; list such texts under `missing` in the schema, or give the "
         "column the type category."
     )
 

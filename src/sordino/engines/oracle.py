@@ -31,6 +31,7 @@ from sordino.core import (
     Shard,
     Stage,
     Tree,
+    serves,
 )
 from sordino.data.records import row_norms
 from sordino.engines.preconditions import MATRICES, check_message
@@ -96,7 +97,7 @@ def gradient_sum(
     """The clipped sum that a GRADIENT query asks for. Only models that serve another law of clipping are told of it."""
     how: dict[str, Any] = {} if query.clipping == FLAT_CLIPPING else {"clipping": query.clipping}
     if blend is not None:
-        if not getattr(model, "serves_blends", False):
+        if not serves(model, "blends"):
             raise SordinoError(
                 "model: its terms are of one gradient each, and the method asks for two gradients in one term; use a "
                 "linear model, a network, or a method such as dp-fedadam."
@@ -215,7 +216,7 @@ class Oracle:
         number, rest = (self.sample() if on is None else on).number, () if scale is None else (scale,)
         batch = self._drawn(number)
         if centre is not None:
-            if scale is not None or blend is not None or not getattr(self._model, "serves_centres", False):
+            if scale is not None or blend is not None or not serves(self._model, "centres"):
                 raise SordinoError(
                     "centre: features are centred for plain gradients of linear models with a bias; use such a model, "
                     "or leave it out (auto: centred = false)."

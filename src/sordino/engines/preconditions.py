@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sordino.core import FLAT_CLIPPING, Kind, Method, Rule, Tree
+from sordino.core import FLAT_CLIPPING, Kind, Method, Rule, Tree, answers, serves
 from sordino.data.records import Lazy, Records, check_serves
 from sordino.errors import SordinoError
 from sordino.privacy.plan import Plan
@@ -26,7 +26,7 @@ def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop:
     Raises:
         SordinoError: Names what differs, and the remedy.
     """
-    if not hasattr(model, "clipped_sum"):
+    if not answers(model, Kind.GRADIENT):
         raise SordinoError(
             f"model: a {type(model).__name__} has no per-example gradients; wrap a torch module as TorchModel(module)."
         )
@@ -70,7 +70,7 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
     """
     check_clipping(method, model, name)
     kinds = {query.kind for stage in method.stages for query in stage.queries} - {Kind.GRADIENT, Kind.DELTA}
-    lacking = sorted(str(kind) for kind in kinds if not hasattr(model, f"{kind}_sum"))
+    lacking = sorted(str(kind) for kind in kinds if not answers(model, kind))
     if not lacking:
         return
     name = name or type(model).__name__
@@ -79,7 +79,7 @@ def check_kinds(method: Method, model: Any, name: str | None = None) -> None:
     if lacking[0] == Kind.LEAVES:
         raise SordinoError(f"model: {method.name} boosts trees, and {name} has none; use model trees.")
     what = f"{lacking[0]} matrix" if lacking[0] in list(MATRICES) else lacking[0]
-    last_layer = ", dp-fednew with curvature = fisher" if hasattr(model, f"{Kind.FISHER}_sum") else ""
+    last_layer = ", dp-fednew with curvature = fisher" if answers(model, Kind.FISHER) else ""
     raise SordinoError(
         f"method: {method.name} asks for a {what}, which {name} cannot compute; use a linear model{last_layer}, or a "
         "method such as dp-fedadam, dp-fedavg or dp-fedadamw."
@@ -90,7 +90,7 @@ def check_clipping(method: Method, model: Any, name: str | None = None) -> None:
     """Refuse a law of clipping that the model does not serve."""
     laws = {query.clipping for stage in method.stages for query in stage.queries} - {FLAT_CLIPPING}
     for clipping in laws:
-        if not hasattr(model, "check_clipping"):
+        if not serves(model, "clipping"):
             raise SordinoError(
                 f"clipping: {clipping.law} is for networks, and {name or type(model).__name__} clips each gradient as "
                 "a whole; leave clipping out, or use a network such as mlp."
@@ -110,7 +110,7 @@ def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> t
 
 
 def check_message(message: Any) -> None:
-    """Refuse what is no message, such as the None of a `compute` without a return."""
+    """Refuse what is not a message, such as the None of a `compute` without a return."""
     if not isinstance(message, Tensor | tuple):
         raise SordinoError(
             f"message: compute returned {message if message is None else type(message).__name__}; return a tensor, or "

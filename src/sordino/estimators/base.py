@@ -131,19 +131,19 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         """Train.
 
         Args:
-          X: an array, records by features; with a schema, a frame (pandas, polars, pyarrow, or a dict of columns).
-          y: the target of each record. With a schema it may be left out: the frame has the column. If it is given, it
-            replaces that column.
-          groups: the client of each record, unless the schema names a client column.
-          persons: whom each record is about, unless the schema names a person column; persons are then protected.
-          unknown: `sample_weight` alone, numbers in [0, 1], one per record: factors on the clipped terms of the records
-            of a linear model, at record level.
+            X: an array, records by features; with a schema, a frame (pandas, polars, pyarrow, or a dict of columns).
+            y: the target of each record. With a schema it may be left out: the frame has the column. If it is given, it
+              replaces that column.
+            groups: the client of each record, unless the schema names a client column.
+            persons: whom each record is about, unless the schema names a person column; persons are then protected.
+            unknown: `sample_weight` alone, numbers in [0, 1], one per record: factors on the clipped terms of the
+              records of a linear model, at record level.
 
         Returns:
-          The estimator itself.
+            The estimator itself.
 
         Raises:
-          SordinoError: a parameter, a column or a value does not fit; the message begins with its name.
+            SordinoError: a parameter, a column or a value does not fit; the message begins with its name.
         """
         sample_weight = weight_of(unknown)
         schema = self._read_schema()

@@ -67,7 +67,7 @@ WEIGHTED = (
 def weight_of(unknown: Mapping[str, Any]) -> Any:
     """`sample_weight` out of what `fit` is given beside its parameters; everything else is refused.
 
-    It is no parameter by name, because scikit-learn's meta-estimators (AdaBoost, Voting) would pass weights of their
+    It is not a parameter by name, because scikit-learn's meta-estimators (AdaBoost, Voting) would pass weights of their
     own, which they compute from all records.
     """
     if extra := [name for name in unknown if name != "sample_weight"]:

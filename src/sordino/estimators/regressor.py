@@ -160,13 +160,13 @@ class FederatedRegressor(RegressorMixin, FederatedEstimator):  # type: ignore[mi
         try:
             y = y.astype(np.float64)
         except (TypeError, ValueError):
-            raise SordinoError("y: the targets are no numbers; for classes use FederatedClassifier.") from None
+            raise SordinoError("y: the targets are not numbers; for classes use FederatedClassifier.") from None
         return X, y
 
     def _labels(self, y: np.ndarray) -> Labels:
         task, (low, high) = self.task or "quantity", self._range(self.task or "quantity")
         if task == "count" and (wrong := int(((y < 0) | (y != np.floor(y))).sum())):
-            raise SordinoError(f"y: {wrong} targets are no counts (0, 1, 2, …); correct them, or use task='quantity'.")
+            raise SordinoError(f"y: {wrong} targets are not counts (0, 1, 2, …); correct them, or use task='quantity'.")
         schema = self._only_target()
         return Labels(schema.to_model(np.clip(y, low, high)), None)
 

@@ -249,7 +249,7 @@ def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
     """The releases as a certificate lists them.
 
     Raises:
-      SordinoError: a mechanism has no account, or the certificate was written before mechanisms had names.
+        SordinoError: a mechanism has no account, or the certificate was written before mechanisms had names.
     """
     if any(release.get("integers") for release in releases):
         raise SordinoError(
@@ -359,7 +359,7 @@ def sizes_of(cert: Mapping[str, Any]) -> tuple[int, ...] | None:
     """The number of records of every client; None if the certificate does not state them.
 
     Raises:
-      SordinoError: the groups do not name every client once.
+        SordinoError: the groups do not name every client once.
     """
     clients = int(cert["clients"])
     if not 1 <= clients <= MOST_LISTED_CLIENTS:

@@ -399,7 +399,7 @@ CONSOLE = (
 
 
 def fields(document: Any, prefix: str = "") -> Iterator[str]:
-    """Paths of a JSON document: `groups[].mu`; `*` for keys that are no names, such as rounds and queries."""
+    """Paths of a JSON document: `groups[].mu`; `*` for keys that are not names, such as rounds and queries."""
     if isinstance(document, Mapping) and document:
         for key, value in document.items():
             name = f"{prefix}.{key}" if prefix else str(key)
@@ -465,7 +465,7 @@ def found(folder: Path) -> dict[str, set[str]]:
 
 
 def spec_fields(values: Mapping[str, Any]) -> set[str]:
-    """A method's options under one name: what is no key of a run is one of them, else the spec would not be read."""
+    """A method's options under one name: what is not a key of a run is one of them, else the spec would not be read."""
     return {key if key in SPEC else "(option)" for key in fields(values)}
 
 

@@ -242,7 +242,7 @@ class SpentByRuns(Spent):
         return other
 
     def add(self, entry: Charge) -> None:
-        if entry.sensitivity == 0:  # what costs nothing is no run
+        if entry.sensitivity == 0:  # what costs nothing is not a run
             return
         if entry.round == RESERVED:
             self.used.setdefault(entry.plan, Spent())

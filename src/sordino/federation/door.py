@@ -136,7 +136,7 @@ def _remove_old(path: Path) -> None:
     if not path.exists():
         return
     if not stat.S_ISSOCK(path.stat().st_mode):
-        raise SordinoError(f"socket: '{path}' exists and is no socket; choose another path.")
+        raise SordinoError(f"socket: '{path}' exists and is not a socket; choose another path.")
     with socket.socket(socket.AF_UNIX) as line:
         try:
             line.connect(str(path))

@@ -23,12 +23,12 @@ def trimmed_sum(updates: Sequence[Tree], weights: Sequence[float], trim: int) ->
     updates have such values; the same holds below.
 
     Args:
-      updates: of the sites, alike in form.
-      weights: of the sites, positive.
-      trim: how many values are left out at each end of every coordinate; 2 trim < number of updates.
+        updates: of the sites, alike in form.
+        weights: of the sites, positive.
+        trim: how many values are left out at each end of every coordinate; 2 trim < number of updates.
 
     Returns:
-      The sum of all weights, times the weighted mean of the values that are kept.
+        The sum of all weights, times the weighted mean of the values that are kept.
 
     Example:
         >>> honest = [torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])]

@@ -55,7 +55,7 @@ def parsed(texts: Sequence[str]) -> list[Link]:
     """Links from texts.
 
     Raises:
-      SordinoError: one is no link.
+      SordinoError: one is not a link.
     """
     try:
         found = [Link(**json.loads(text)) for text in texts if len(text) <= LONGEST]

@@ -235,7 +235,7 @@ def read_roster(config: SiteConfig) -> secagg.Roster:
     """The cards of all sites, as a site has them: its roster.toml, and the new keys that it has accepted since.
 
     Raises:
-      SordinoError: the file is missing, or is no roster.
+      SordinoError: the file is missing, or is not a roster.
     """
     path = config.path(config.roster)
     if not path.exists():

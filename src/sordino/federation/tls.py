@@ -282,7 +282,7 @@ def read(path: Path) -> list[x509.Certificate]:
     """The certificates in a file, at least one.
 
     Raises:
-      SordinoError: the file cannot be read, or is no certificate.
+      SordinoError: the file cannot be read, or is not a certificate.
     """
     if not (found := _parsed(path)):
         raise SordinoError(f"'{path}' is not a certificate in PEM form; copy it again.")
@@ -290,7 +290,7 @@ def read(path: Path) -> list[x509.Certificate]:
 
 
 def _parsed(path: Path) -> list[x509.Certificate]:
-    """The certificates in a file; none if it is no certificate."""
+    """The certificates in a file; none if it is not a certificate."""
     from cryptography import x509
 
     try:
@@ -322,7 +322,7 @@ def end_of(path: Path) -> datetime.datetime:
     """When a certificate ends; of several in one file, the last.
 
     Raises:
-      SordinoError: the file is no certificate.
+      SordinoError: the file is not a certificate.
     """
     return max(one.not_valid_after_utc for one in read(path))
 
@@ -336,7 +336,7 @@ def hosts_of(path: Path) -> list[str]:
     """Names and addresses that a certificate is valid for.
 
     Raises:
-      SordinoError: the file is no certificate.
+      SordinoError: the file is not a certificate.
     """
     from cryptography import x509
 

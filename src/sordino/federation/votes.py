@@ -51,7 +51,7 @@ def parsed(texts: Sequence[str]) -> list[Vote]:
     """Votes from texts.
 
     Raises:
-      SordinoError: one is no vote.
+      SordinoError: one is not a vote.
     """
     try:
         found = [Vote(**json.loads(text)) for text in texts if len(text) <= LONGEST]

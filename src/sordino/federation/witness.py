@@ -130,7 +130,7 @@ def read(path: Path) -> Mark | None:
     """The stored state; None if there is no witness.
 
     Raises:
-      LedgerError: the file is no witness.
+      LedgerError: the file is not a witness.
     """
     try:
         mark = Mark.read(json.loads(path.read_text(encoding="utf-8")))

@@ -282,5 +282,5 @@ def generate(
 def _sequences(model: TorchModel) -> Sequences:
     module = module_of(model)
     if not isinstance(module, Sequences):
-        raise SordinoError("model: it is no causal language model; use causal.build.")
+        raise SordinoError("model: it is not a causal language model; use causal.build.")
     return module

@@ -218,12 +218,12 @@ class Linear:
         """`clipped_sum` of runs over the same records, as a function of theta. The records are laid out once.
 
         Args:
-          shard: the records, without an axis of runs.
-          clip: bound on the norm of one record's gradient.
-          runs: number of runs.
+            shard: the records, without an axis of runs.
+            clip: bound on the norm of one record's gradient.
+            runs: number of runs.
 
         Returns:
-          The function of runs x parameters.
+            The function of runs x parameters.
         """
         if shard.per_person > 1 or not self.plain or shard.x.device.type == "cpu":
             return functools.partial(self.clipped_sum, shard=shard, clip=clip)

@@ -57,7 +57,7 @@ class Objective(NamedTuple):
         returned = f"returns a {type(outputs).__name__}"
         if not parts:
             raise SordinoError(f"module: it {returned}; it must return one tensor, or tensors by name or position.")
-        wrong = "" if self.output is None else f", and {self.output!r} is no tensor of it"
+        wrong = "" if self.output is None else f", and {self.output!r} is not a tensor of it"
         raise SordinoError(
             f"output: the module {returned} with {', '.join(map(repr, parts))}{wrong}; name the part that predicts, "
             f"as in output={next(iter(parts))!r}."

@@ -36,7 +36,7 @@ NO_WEIGHTS = (
     "weights: causal-lora is whatever causal language model a folder holds; name one that save_pretrained wrote, as in "
     "--set weights=FOLDER."
 )
-FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are no options
+FIXED = ("features", "classes", "seed", "autocast")  # parameters of a factory that are not options
 
 
 @dataclass(frozen=True)

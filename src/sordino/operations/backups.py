@@ -78,7 +78,7 @@ def restore(archive: Path, folder: Path) -> str:
       Why the site refuses to work with it, or an empty text.
 
     Raises:
-      SordinoError: the folder exists, or the file is no backup.
+      SordinoError: the folder exists, or the file is not a backup.
     """
     if folder.exists() and any(folder.iterdir()):
         raise SordinoError(
@@ -89,7 +89,7 @@ def restore(archive: Path, folder: Path) -> str:
         with tarfile.open(archive, "r:") as packed:
             packed.extractall(folder, filter="data")
     except (tarfile.TarError, OSError) as error:
-        raise SordinoError(f"'{archive}': it is no backup of a site, or damaged ({error}).") from None
+        raise SordinoError(f"'{archive}': it is not a backup of a site, or damaged ({error}).") from None
     for path in folder.rglob("*"):
         path.chmod(0o700 if path.is_dir() else 0o600)
     site = SiteData(SiteConfig.read(folder / "site.toml"))

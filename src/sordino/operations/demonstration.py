@@ -247,7 +247,7 @@ class _SchemaParts(_Rows):
     def __init__(self, path: Path, schema: Path, count: int | None) -> None:
         self.schema = Schema.read(schema)
         if tables.suffix_of(path) not in tables.SUFFIXES or not path.is_file():
-            raise SordinoError(f"data: '{path}' is no table; a schema describes {', '.join(tables.SUFFIXES)} files.")
+            raise SordinoError(f"data: '{path}' is not a table; a schema describes {', '.join(tables.SUFFIXES)} files.")
         encoded = self.schema.open(path)  # refuses a table that does not fit before anything is written
         rows = len(encoded.x)
         rng = np.random.default_rng(0)

@@ -98,7 +98,7 @@ class Plan:
             if isinstance(given := getattr(self, name), str):
                 object.__setattr__(self, name, kind.parse(given))
             elif not isinstance(given, kind):
-                raise SordinoError(f"{name}: {given!r} is no {kind.__name__}; write a text such as 'full'.")
+                raise SordinoError(f"{name}: {given!r} is not a {kind.__name__}; write a text such as 'full'.")
         _check(self)
 
     @property

@@ -181,7 +181,7 @@ def read_reveal(session: Session, round: int, sender: str, data: bytes) -> Revea
         site_names = message.fields[field]
         valid = isinstance(site_names, list) and len(site_names) <= sites
         if not valid or not all(isinstance(name, str) for name in site_names):
-            raise refuse(f"its {field} are no list of names")
+            raise refuse(f"its {field} are not a list of names")
         values = _values(message, array, len(site_names), refuse)
         shares.append(dict(zip(site_names, values, strict=True)))
         listed += site_names
@@ -432,5 +432,5 @@ def _values(message: Message, name: str, count: int, refuse: _Refuse) -> list[in
     rows = _array(message, name, np.uint8, (count, shamir.SIZE), refuse)
     values = [int.from_bytes(row.tobytes(), "little") for row in rows]
     if not all(value < shamir.PRIME for value in values):
-        raise refuse(f"its {name} are no shares")
+        raise refuse(f"its {name} are not shares")
     return values

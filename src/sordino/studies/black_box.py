@@ -34,7 +34,7 @@ from torch import Tensor
 
 from sordino.checks.audit import lower_bounds as statistics
 from sordino.checks.audit.attacks import MAX_TRIES, check_arguments
-from sordino.core import Adjacency, Round, Shard, Tree, Unit
+from sordino.core import Adjacency, Kind, Round, Shard, Tree, Unit, answers
 from sordino.data.records import Records
 from sordino.engines import simulate
 from sordino.errors import SordinoError
@@ -451,7 +451,7 @@ def _directions(run: PreparedRun, canary: Canary, pilots: list[Tensor]) -> dict[
         "change by the canary": one - zero,
         "change by the canary, scaled": (one - zero) / variance.clamp_min(floor),
     }
-    if hasattr(run.model, "clipped_sum"):
+    if answers(run.model, Kind.GRADIENT):
         found["canary's loss"] = -_gradient_gap(run, canary).double()
     if len(zero) <= MOST_WHITENED:
         share = len(zero) / (len(zero) + len(spread))  # shrunk towards the diagonal

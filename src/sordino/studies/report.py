@@ -43,7 +43,7 @@ class Measure(NamedTuple):
     factor: float  # from a stored value to a shown one
     bound: tuple[float, float] | None  # of shown values
 
-    def said(self, value: Score | None) -> str:
+    def text(self, value: Score | None) -> str:
         """A score for people."""
         if value is None:
             return NONE
@@ -142,7 +142,7 @@ def marked(scores: Sequence[Score | None], measure: Measure = ACCURACY) -> list[
     best = max(good, default=-math.inf)
     slack = max((s.std or 0.0 for s, g in zip(scores, good, strict=True) if s is not None and g == best), default=0.0)
     return [
-        TableCell(measure.said(s), "" if g == -math.inf else "best" if g == best else "near" * (g >= best - slack))
+        TableCell(measure.text(s), "" if g == -math.inf else "best" if g == best else "near" * (g >= best - slack))
         for s, g in zip(scores, good, strict=True)
     ]
 
@@ -594,8 +594,8 @@ def _best(document: Document) -> str:
     for epsilon in epsilons(runs):
         ends = _ends_by(metric, by_label(runs, epsilon))
         name = max(ends, key=lambda name: goodness(metric, ends[name].mean))
-        said = Measure(metric, NAMES[metric], "", 1, None).said(ends[name])
-        end = f"{said} %" if metric == "accuracy" else said
+        score = Measure(metric, NAMES[metric], "", 1, None).text(ends[name])
+        end = f"{score} %" if metric == "accuracy" else score
         winners.append(f"{name} at ε = {named(epsilon)} ({end})")
     by = "" if metric == "accuracy" else f" by {NAMES[metric]}"
     return f"Best at the last round{by}: {'; '.join(winners)}."

@@ -84,7 +84,7 @@ class Settings(NamedTuple):
                 return found
             return found._replace(dropouts=int(values["dropouts"]), colluders=int(values["colluders"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise SordinoError(f"spec: these are no settings of an evaluation ({error}).") from None
+            raise SordinoError(f"spec: these are not settings of an evaluation ({error}).") from None
 
 
 def tally_of(settings: Settings, model: Any = None) -> Tally:

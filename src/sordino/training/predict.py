@@ -104,7 +104,7 @@ class LoadedRun:
     def prepare(self, records: Records) -> Tensor:
         """What the model reads: encoded features, scaled record by record."""
         x = self.encode(records)
-        if not self._is_text(records):  # token ids are no amounts
+        if not self._is_text(records):  # token ids are not amounts
             x = preprocess(x, None if self.schema is not None else self.public, self.normalize)
         return torch.from_numpy(x).to(self.theta)
 
@@ -227,7 +227,7 @@ class LoadedRun:
         """The probability that the event has not happened by each of `edges`: records by edges.
 
         Raises:
-          SordinoError: the model is no survival model, a column is absent, or a value cannot be read.
+          SordinoError: the model is not a survival model, a column is absent, or a value cannot be read.
         """
         if not isinstance(self.model, Hazards):
             raise SordinoError("predict_survival: the model does not predict survival; use predict.")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from sordino import plugins
-from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Trust, Unit
+from sordino.core import Clipping, Divisor, Kind, Method, Privacy, Trust, Unit, answers
 from sordino.data import catalog, glue
 from sordino.data.partition import Partition, split
 from sordino.data.readers import reader_of
@@ -285,17 +285,15 @@ class ResolvedSpec:
                 f"method: {self.method_name} divides by the covariance of features, which says nothing of the "
                 "intervals of a survival model; use auto, or a method such as dp-fedadam."
             )
-        found = self.spec.private_statistics is not None  # then the first stage asks another model
-        check_kinds(self.method._replace(stages=self.method.stages[found:]), model, self.model.name)
+        searched = self.spec.private_statistics is not None  # then the first stage asks another model
+        check_kinds(self.method._replace(stages=self.method.stages[searched:]), model, self.model.name)
         check_serves(self.privacy, model)
-        if self.spec.calibrate_slope and not (hasattr(model, "slope_sum") and classes == 2):
+        if self.spec.calibrate_slope and not (answers(model, Kind.SLOPE) and classes == 2):
             raise SordinoError(
                 "calibrate_slope: it changes the slope of a linear model or of trees for two classes, and "
                 f"{self.model.name} with {classes} has none here; set calibrate_slope = 0."
             )
-        if self.spec.calibrate and not (
-            hasattr(model, "calibration_sum") and classes and getattr(model, "bias", False)
-        ):
+        if self.spec.calibrate and not (answers(model, Kind.CALIBRATION) and classes and getattr(model, "bias", False)):
             raise SordinoError(
                 f"calibrate: it shifts the intercepts of a linear model of classes, and {self.model.name} has none "
                 "here; set calibrate = 0."
@@ -509,7 +507,7 @@ class ResolvedSpec:
         if self.source.schema is not None:
             from sordino.data.schema import assumption, searched_assumption
 
-            written, found = self.source.schema, self.spec.private_statistics is not None
+            written, searched = self.source.schema, self.spec.private_statistics is not None
             facts.append(
                 searched_assumption(
                     written.without_ranges.sha256(),
@@ -517,7 +515,7 @@ class ResolvedSpec:
                     written.target.column if written.counted and written.target else None,
                     list(written.merged),
                 )
-                if found
+                if searched
                 else assumption(written.sha256())
             )
             if written.expansion.rff:
@@ -543,19 +541,19 @@ class ResolvedSpec:
         """Why no run on these data with this partition can be certified; empty if it can."""
         if self.source.open or self.partition.by_site:
             return []
-        name, found = _without_folders(self.source.name), []
+        name, doubts = _without_folders(self.source.name), []
         if self.partition.reads_labels:
-            found.append(
+            doubts.append(
                 f"partition {self.partition.law} reads the labels of '{name}', so that the clients' sizes "
                 "depend on its records, where the guarantee takes them as public and fixed"
             )
         if self.privacy.unit is Unit.CLIENT:
-            found.append(
+            doubts.append(
                 f"partition {self.partition.law} makes clients of the records of '{name}' and tests on some of them, "
                 "so that metrics tell how many records there are, and each client's records depend on those of the "
                 "others, where unit = client takes them as hidden and its own"
             )
-        return found
+        return doubts
 
     def check_certifiable(self) -> None:
         """Refuse a run that asks for a certificate where nothing can be certified."""
@@ -578,8 +576,8 @@ class ResolvedSpec:
     @property
     def _paths(self) -> dict[str, str]:
         """Whole paths of the spec and of its options. They stay private, because folders may name users and shares."""
-        given = {key: getattr(self.spec, key) for key in PATHS} | self.spec.options | self.spec.model_options
-        return {key: path for key, path in given.items() if path != _without_folders(path)}
+        values = {key: getattr(self.spec, key) for key in PATHS} | self.spec.options | self.spec.model_options
+        return {key: path for key, path in values.items() if path != _without_folders(path)}
 
     def published(self, plan: Plan) -> tuple[str, str]:
         """(content of spec.toml, content of private/secret.toml).
@@ -806,11 +804,11 @@ def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
     numbers = schema is not None and schema.target is not None and not schema.classes
     if numbers or spec.model in registry.of_numbers():
         options["centred"] = False
-    given = {**entry(spec.method).options, **options, **spec.options}
+    chosen = {**entry(spec.method).options, **options, **spec.options}
     added = added_rounds(_calibrate(spec, schema), spec.calibrate_slope)
     added += (UNCERTAINTY_ROUNDS if spec.uncertainty else 0) + (0 if spec.private_statistics is None else 1)
     own = (entry(spec.method).rounds if spec.rounds is None else spec.rounds) - added
-    if 1 <= own < least_rounds(given["intervals"], given["early_share"]):
+    if 1 <= own < least_rounds(chosen["intervals"], chosen["early_share"]):
         options["few_rounds"] = own
     return options
 

@@ -137,8 +137,8 @@ def join(
       releases: what is charged (default: those of the plan, `worst_case`).
 
     Raises:
-      SordinoError: the run is not certified, the limit is no number above 0, the key of the ledger is missing, or the
-        data were charged for another unit of privacy.
+      SordinoError: the run is not certified, the limit is not a number above 0, the key of the ledger is missing, or
+        the data were charged for another unit of privacy.
       OverspentError: the ledger cannot pay for the run.
     """
     path = Path(path).expanduser().absolute()

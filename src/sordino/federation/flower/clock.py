@@ -32,7 +32,7 @@ class LinkClock:
         self._written: float | None = None
 
     def heard(self, date: str | None) -> None:
-        """Take the link's time from the header of its answer. What is no date is ignored."""
+        """Take the link's time from the header of its answer. What is not a date is ignored."""
         try:
             said = parsedate_to_datetime(date or "").timestamp()
         except (ValueError, TypeError):

@@ -114,10 +114,10 @@ class Secure:
     """The secure source: the ChaCha20 keystream (RFC 8439) of a secret key, with the address as nonce.
 
     Args:
-      key: 32 secret bytes; by default new ones from the operating system.
+        key: 32 secret bytes; by default new ones from the operating system.
 
     Raises:
-      SordinoError: the key has another length, or the package `cryptography` is missing.
+        SordinoError: the key has another length, or the package `cryptography` is missing.
     """
 
     private = True
@@ -495,7 +495,7 @@ def _to_normal(words: Words, out: Floats) -> NDArray[np.intp]:
     which is never 0. For tails of at least 2^-20 this interval is less than 2^-46 wide in N.
 
     Returns:
-      The places where 63 bits are not enough.
+        The places where 63 bits are not enough.
     """
     np.bitwise_or(words, 1, out=words)
     np.multiply(words.view("<i8"), 2.0**-64, out=out)
