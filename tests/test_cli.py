@@ -513,3 +513,9 @@ def test_nothing_that_is_printed_steers_the_terminal_or_adds_lines(tmp_path, cap
     assert "\x1b" not in told
     assert r"rounds\x1b[2J\nholds" in told
     assert len(told.splitlines()) == 1
+
+
+def test_a_bar_is_not_drawn_for_what_is_refused(capsys):
+    words = ["compare", "--data", "nope.csv", "--label", "x", "--methods", "auto,dp-fedgd", "--epsilons", "1"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.strip() == "sordino: data: there is no file 'nope.csv'; check the path."

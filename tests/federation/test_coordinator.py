@@ -10,6 +10,7 @@ import torch
 from fixtures import Loopback
 
 from sordino import files, secagg, wire
+from sordino.cli.run import quality
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, StoppedError
 from sordino.evidence.ledger import Ledger
@@ -20,6 +21,7 @@ from sordino.federation.coordinator import Coordinator
 from sordino.federation.progress import parsed, read_lines
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
+from sordino.training.metrics import entropy
 from tests.support import tiers
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
@@ -707,6 +709,22 @@ def test_sites_that_restart_before_every_letter_make_the_same_model(tiny, keys):
     federation.run(answers=answers)
     assert torch.equal(model_of(federation), model_of(clean))
     once(federation)
+
+
+def test_the_last_line_has_every_metric_of_the_coordinators_test_records(federation):
+    coordinator, _ = federation(rounds=2).run()
+    classes, features = len(coordinator.terms.classes), coordinator.terms.features
+    coordinator.__dict__["_test"] = torch.randn(40, features, dtype=torch.float64), torch.arange(40) % classes
+    found = coordinator._metrics(torch.randn(coordinator.model.size, dtype=torch.float64))["metrics"]
+    assert found["records"] == 40
+    assert found["constant"] == pytest.approx(entropy(np.arange(40) % classes)), "the log loss of the prevalence"
+    shown = dict(quality(found, found["constant"]))
+    assert "log loss" in shown["scores"]
+    if classes == 2:
+        assert list(shown) == ["scores", "risks", "threshold"]
+        assert "records" not in found["calibration_curve"][0]
+    coordinator.__dict__["_test"] = None
+    assert coordinator._metrics(torch.zeros(coordinator.model.size)) == {}
 
 
 def test_a_useless_model_is_called_one(federation):

@@ -107,8 +107,8 @@ def add(commands: Any) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="runs per data set (default: 20000 or more, by method; of a finished run 50 to 500, as many as five minutes "
-        "allow); with --one-run: canaries",
+        help="runs per data set (default: 20000 or more, by method; of a finished run 50 to 500, as many as five "
+        "minutes allow); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(
@@ -188,6 +188,7 @@ def _act_on_a_run(arguments: argparse.Namespace) -> int:
     import json
 
     from sordino import files
+    from sordino.checks.audit.attacks import check_arguments
     from sordino.studies import black_box, black_box_picture
     from sordino.training.folder import RunFolder
     from sordino.training.run import prepare, reopen
@@ -204,7 +205,7 @@ def _act_on_a_run(arguments: argparse.Namespace) -> int:
         raise missing_certificate(folder)
     run = prepare(reopen(out))
     if arguments.runs is not None:
-        black_box.check_arguments("runs", arguments.runs, arguments.noise_factor, arguments.seed)
+        check_arguments("runs", arguments.runs, arguments.noise_factor, arguments.seed)
     with waiting("estimating the time"):
         pace = black_box.measure(run)
     runs = pace.runs() if arguments.runs is None else arguments.runs
@@ -242,9 +243,10 @@ def _effort(pace: Any, runs: int, rounds: int, *, asked: bool) -> str:
     """What the audit of a run is going to do, and how long it takes."""
     from sordino.studies import black_box
 
+    each = f"{rounds:,} {'round' if rounds == 1 else 'rounds'} each"
     line = (
-        f"repeats the run {black_box.steps(runs):,} times, {rounds:,} {"round" if rounds == 1 else "rounds"} each: {runs:,} per data set for the "
-        f"bounds, {black_box.pilot_runs(runs)} for the attackers to learn the noise from; this takes "
+        f"repeats the run {black_box.steps(runs):,} times, {each}: {runs:,} per data set for the bounds, "
+        f"{black_box.pilot_runs(runs)} for the attackers to learn the noise from; this takes "
         f"{about(pace.seconds(runs))}"
     )
     if asked or runs == black_box.RUNS:

@@ -241,6 +241,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
         "sites": sites,
         "rounds": len(rounds),
         **{key: values[-1] if values else None for key, values in scores.items()},
+        "metrics": lines[-1].get("metrics"),
         "useless": lines[-1].get("useless"),
         "evaluation": next((line for line in lines if line["what"] == "evaluation"), None),
         "seconds": seconds,
@@ -249,9 +250,15 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
 
 
 def _show_outcome(out: Path, document: dict[str, Any]) -> None:
-    page, score = console(), sentences.measured(document)
-    scored = f", {score} on the coordinator's test records" if score else ""
-    page.print(f"{sentences.count(document['rounds'], 'round')} in {document['seconds']:.0f} s{scored}", markup=False)
+    from sordino.cli.run import quality
+
+    page, metrics = console(), document["metrics"]
+    page.print(f"{sentences.count(document['rounds'], 'round')} in {document['seconds']:.0f} s", markup=False)
+    if metrics:
+        where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
+        page.print(f"{'result':<13}{sentences.measured(metrics)} {where}", markup=False)
+        for heading, line in quality(metrics, metrics["constant"]):
+            page.print(f"{heading:<13}{line}", markup=False)
     page.print()
     rows = []
     for site in document["sites"]:

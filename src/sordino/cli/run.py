@@ -317,10 +317,8 @@ def _score(line: dict[str, Any]) -> str:
     return f"{name} {'nan' if value is None else f'{value:.1%}' if name == 'accuracy' else f'{value:.4g}'}"
 
 
-def _quality(metrics: dict[str, Any], dataset: Any) -> list[tuple[str, str]]:
-    """Lines on the metrics beside the first."""
-    from sordino.training.evaluate import deviance_of_mean
-    from sordino.training.metrics import entropy
+def quality(metrics: dict[str, Any], constant: float | None) -> list[tuple[str, str]]:
+    """Lines on the metrics beside the first. constant: the loss of a constant guess, of classes and counts."""
 
     def number(name: str) -> str:
         return "not defined" if metrics[name] is None else f"{metrics[name]:.4g}"
@@ -333,14 +331,14 @@ def _quality(metrics: dict[str, Any], dataset: Any) -> list[tuple[str, str]]:
     if "r2" in metrics:
         return [("fit", f"R² {number('r2')}, mean absolute error {number('mae')}")]
     if "d2" in metrics:
-        constant = f"{number('d2')} of it explained ({deviance_of_mean(dataset):.4g} from the mean alone)"
+        explained = f"{number('d2')} of it explained ({constant:.4g} from the mean alone)"
         counts = f"{number('mean_predicted')} predicted on average, {number('observed')} observed"
-        return [("fit", f"{constant}, mean absolute error {number('mae')}"), ("counts", counts)]
+        return [("fit", f"{explained}, mean absolute error {number('mae')}"), ("counts", counts)]
     if "survival_curve" in metrics:
         return [("scores", f"Brier score {number('brier')}, mean over edges"), *_survival(metrics["survival_curve"])]
     if "log_loss" not in metrics:
         return []
-    loss = f"log loss {number('log_loss')} ({entropy(dataset.y_test):.4g} from prevalence alone)"
+    loss = f"log loss {number('log_loss')} ({constant:.4g} from prevalence alone)"
     if "auc" not in metrics:
         return [("scores", loss)]
     fit = f"calibration slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
@@ -415,8 +413,10 @@ def _facts(
     from sordino.evidence.signing import fingerprint
     from sordino.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
+    from sordino.training.evaluate import of_constant, task_of_data
     from sordino.training.folder import RunFolder, publishable, tested_on
     from sordino.training.intervals import told
+    from sordino.training.metrics import Task
     from sordino.training.model_card import read_header
     from sordino.training.run import shared_of
 
@@ -441,7 +441,8 @@ def _facts(
     if 0 < len(cert["client_names"]) <= 20:
         rows.append(("names", "; ".join(f"{i} {name}" for i, name in enumerate(cert["client_names"]))))
     rows.append(("error" if {"mse", "deviance"} & last.keys() else "result", _score(last) + tested))
-    rows += _quality(measured, prepared.dataset)
+    task, y = task_of_data(prepared.dataset), prepared.dataset.y_test
+    rows += quality(measured, of_constant(task, y * prepared.dataset.unit if task is Task.COUNTS else y))
     if settings.uncertainty:
         rows.append(("intervals", told(read_header(RunFolder.find(out).public / "model.safetensors")["intervals"])))
     epsilon = "∞" if cert["epsilon"] is None else f"{cert['epsilon']:.4g}"

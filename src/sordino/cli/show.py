@@ -261,7 +261,13 @@ def bar(what: str, total: int | None = None, *, timed: bool = True, left: bool =
     ]
     # A batch of repetitions may take minutes, so what is left is estimated from half an hour.
     with Progress(*columns, console=Console(stderr=True), speed_estimate_period=1800 if left else 30) as progress:
-        yield Bar(progress, progress.add_task(what, total=total, shown=""))
+        task = progress.add_task(what, total=total, shown="")
+        try:
+            yield Bar(progress, task)
+        except SordinoError:
+            if not progress.tasks[0].completed:  # refused before anything was done: an empty bar says nothing
+                progress.update(task, visible=False)
+            raise
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> None:

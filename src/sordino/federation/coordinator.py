@@ -46,8 +46,16 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Secure
 from sordino.training import evaluation_plan, noised_metrics
 from sordino.training.artifacts import adapter_sha256, save_model
-from sordino.training.evaluate import evaluate, no_better, scores_to_compare
+from sordino.training.evaluate import (
+    evaluate,
+    evaluate_fully,
+    no_better,
+    of_constant,
+    scores_to_compare,
+    task_of,
+)
 from sordino.training.folder import SCHEMA
+from sordino.training.metrics import Task
 from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
@@ -384,7 +392,7 @@ class Coordinator:
         self._evaluate(model)  # before the sites delete the secret of the run
         done = self._tell_sites(model)
         cert = self._certify(model_sha256=sha256(self.out / "model.safetensors"))
-        self.tell("finished", epsilon=cert["epsilon"], sites=done, **self._useless(data, model))
+        self.tell("finished", epsilon=cert["epsilon"], sites=done, **self._useless(data, model), **self._metrics(model))
 
     def _finish_statistics(self, counts: Tensor, lost: bool) -> None:
         """Write the schema that the noised counts complete, and send the sites these counts: they write it too."""
@@ -435,6 +443,16 @@ class Coordinator:
     def _unit(self) -> float:
         schema = self.config.table_schema
         return 1.0 if schema is None else schema.unit
+
+    def _metrics(self, model: Tensor) -> dict[str, Any]:
+        """Every metric of the model on the coordinator's own test records; it stays in the coordinator's progress."""
+        if self._test is None or not len(self._test[1]):
+            return {}
+        x, y = self._test
+        whole = evaluate_fully(self.model, model, x, y, counts=False, unit=self._unit)
+        task = task_of(self.model)
+        constant = of_constant(task, y.numpy() * self._unit if task is Task.COUNTS else y.numpy())
+        return {"metrics": {**whole, "constant": constant, "records": len(y)}}
 
     def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
         """Why the model is no better than a constant guess on the coordinator's test records, if that is so."""

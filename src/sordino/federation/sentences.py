@@ -11,15 +11,27 @@ def score(line: dict[str, Any]) -> str:
     return f"{found}{'  ' if found else ''}ε {line['epsilon']:6.3f}  {count(len(line['came']), 'site')}"
 
 
-def measured(scores: dict[str, Any]) -> str:
-    """The accuracy, or the perplexity of a language model; empty where there is none of them.
+MEASURED = {  # of a model: how each metric is written, in the order of the line
+    "accuracy": ("accuracy", ".1%"),
+    "auc": ("AUC", ".3f"),
+    "concordance": ("concordance", ".3f"),
+    "r2": ("R²", ".3f"),
+    "d2": ("share of deviance explained", ".3f"),
+    "log_loss": ("log loss", ".4f"),
+    "perplexity": ("perplexity", ".2f"),
+}
 
+
+def measured(scores: dict[str, Any]) -> str:
+    """The metrics of a model that people read first, those that it has.
+
+    >>> measured({"accuracy": 0.83, "auc": 0.9, "log_loss": 0.4, "brier": 0.1})
+    'accuracy 83.0%, AUC 0.900, log loss 0.4000'
     >>> measured({"perplexity": 12.345})
     'perplexity 12.35'
     """
-    if scores.get("accuracy") is not None:
-        return f"accuracy {scores['accuracy']:6.1%}"
-    return f"perplexity {scores['perplexity']:.2f}" if scores.get("perplexity") is not None else ""
+    known = [(name, form, scores.get(key)) for key, (name, form) in MEASURED.items()]
+    return ", ".join(f"{name} {value:{form}}" for name, form, value in known if value is not None)
 
 
 def evaluation(line: dict[str, Any]) -> str:

@@ -8,6 +8,9 @@ as in DP-FedGD. The first EARLY_ROUNDS gradients get a larger part of the budget
 before the last round; later rounds still use what they released. Every release is linear, so every trust model is
 proved. Records should have one norm, `radius`: a run scales them (`normalize = record`).
 
+The weights of two classes are handed out shorter than the steps left them, so that risks are as sure as they should be
+(`rules.confidence`): that costs no privacy, because it follows from releases and public numbers.
+
 A survival model begins with a noised histogram of labels, its life table (`rules.life_table`), which gives the baseline
 hazards. A run of fewer rounds than all that needs releases it in the first round (`methods.few_rounds`). A network has
 no such matrix: `methods.network`.

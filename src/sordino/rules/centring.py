@@ -65,6 +65,32 @@ def find_centre(A: Tensor, std: Tensor, most: float, constant: float, weight: Te
     return Centre(mean, scale.sqrt()), torch.cat([value, level], -1), vectors
 
 
+def seen_along(
+    A: Tensor, std: Tensor, V: Tensor, level: Tensor, centre: Centre, constant: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The diagonal of the noised covariance about the centre along all but the last eigenvector, and its noise's std.
+
+    Persons with several records may weigh more than 1 in A, which its last entry tells: the third result.
+
+    Args:
+        A: The noised mean of u u^T, u = (x, constant).
+        std: Of the noise on its diagonal; off it, over sqrt 2.
+        V: The eigenvectors that `find_centre` found.
+        level: The mean weight of a record, at most 1.
+        centre: That it found.
+        constant: The last feature of u.
+    """
+    A, level = A.double(), level.double()
+    seen = (A[..., -1, -1:] / constant**2).clamp_min(1)
+    square, mean, vectors = (
+        centre.factor.double().square(),
+        centre.mean.double() * level / seen,
+        V[..., :-1, :-1].double(),
+    )
+    spread = A[..., :-1, :-1] - (seen * mean).unsqueeze(-1) * mean.unsqueeze(-2)
+    return square * ((spread @ vectors) * vectors).sum(-2), square * std.double(), seen
+
+
 def shrunk(value: Tensor, std: Tensor, expected: Tensor | float, doubt: Tensor | float) -> Tensor:
     """A noised number, nearer to what was expected the larger its noise is over the doubt about that."""
     weight = (std / doubt).square()

@@ -32,7 +32,8 @@ from sordino.core import Centre, Facts, Rule, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.rules.baseline import Baseline, recalibrated
-from sordino.rules.centring import find_centre, no_centre, with_one
+from sordino.rules.centring import find_centre, no_centre, seen_along, with_one
+from sordino.rules.confidence import Spread, moved, tempered, unspread
 from sordino.rules.estimates import (
     MIN_VARIANCE,
     Secant,
@@ -81,6 +82,7 @@ class KalmanState(NamedTuple):
     factor: Tensor | tuple[()] = ()  # of classes, by which the clip cuts the first gradient of a record; later ()
     centre: Centre | tuple[()] = ()  # that gradients are about; () if features stay as they are
     level: Tensor | tuple[()] = ()  # the expected mean weight of a record, until A is known
+    spread: Spread | tuple[()] = ()  # of two classes, what is known of the errors in the weights
 
 
 def estimate_covariance(most: float, constant: float | None = None) -> Rule:
@@ -100,7 +102,8 @@ def estimate_covariance(most: float, constant: float | None = None) -> Rule:
         zero, secant = 0 * one, unmeasured(theta, facts)
         centre = () if constant is None or facts.numeric else no_centre(theta, facts)
         state = KalmanState(one.view(1, 1), one, one, std, zero, zero, zero, one[:0], secant=secant)
-        return state._replace(centre=centre, level=facts.mean_weight * one)
+        spread = Spread(*[zero] * len(Spread._fields)) if centre != () and has_risks(facts) else ()
+        return state._replace(centre=centre, level=facts.mean_weight * one, spread=spread)
 
     def update(A: Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
         rows, centre = math.isqrt(A[(0,) * (theta.dim() - 1)].numel()), state.centre
@@ -111,6 +114,10 @@ def estimate_covariance(most: float, constant: float | None = None) -> Rule:
             value, V = spectrum(A if constant is None else with_one(A, constant), state.noise, most)
         value, V, centre = tree_map(lambda part: part.to(theta), (value, V, centre))
         after = state._replace(vectors=V, curvature=value, variance=value.reciprocal(), centre=centre, level=())
+        if isinstance(state.spread, Spread) and isinstance(centre, Centre) and constant is not None:
+            seen = seen_along(A, state.noise, V, value[..., -1:], centre, constant)
+            noised, std, weight = (part.to(theta) for part in seen)
+            after = after._replace(spread=state.spread._replace(noised=noised, std=std, weight=weight))
         return torch.zeros_like(theta), after
 
     return Rule(init, update)
@@ -149,6 +156,11 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         before = before._replace(noise=variance, growth=growth, damping=damping)
         trained = TRAINED if isinstance(before.secant, Secant) else 1.0
         state = begun(before, value, V, setting, clip=clip, prior=prior, trained=trained)
+        records = float(facts.sizes.sum())  # at client level sizes are not public
+        if isinstance(state.spread, Spread):
+            seen, known = state.spread, V is before.vectors and records > 0
+            seen = seen if facts.persons else seen._replace(weight=torch.ones_like(seen.weight))
+            state = state._replace(spread=unspread(value, seen, clip, records) if known else ())
         whole = facts.same_records and facts.mean_weight == 1 and not (facts.numeric or facts.persons)
         return state._replace(factor=cut_of(value, setting, clip) if whole and facts.sizes.sum() else ())
 
@@ -167,6 +179,8 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         if isinstance(state.ridge, Tensor):
             g, damping = g + state.ridge * weights_of(theta, V), damping + state.ridge / h
         K = 1 / (h * (1 + damping + noise))
+        if isinstance(state.spread, Spread):
+            state = state._replace(spread=moved(state.spread, K, h, variance))
         step = -(V @ (K.unsqueeze(-1) * along(V, g))).flatten(-2)
         if isinstance(secant, Secant):
             outputs = theta.shape[-1] // V.shape[-1]
@@ -175,9 +189,16 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         return step, state._replace(variance=P * (1 - 1 / (1 + doubt + noise)), secant=secant)
 
     def model(theta: Tensor, state: KalmanState) -> Tensor:
+        if isinstance(state.spread, Spread) and isinstance(state.centre, Centre):
+            return tempered(theta, state.vectors, state.spread, state.centre)
         return unshifted(theta, state)
 
     return Rule(init, update, broadcast=lambda state: state.centre, model=model)
+
+
+def has_risks(facts: Facts) -> bool:
+    """Whether the model is of two classes whose risks should be right: class weights change them on purpose."""
+    return len(facts.shapes) == 1 and facts.shapes[0][-1] == 2 and not facts.numeric and facts.mean_weight == 1
 
 
 def growth_of(theta: Tensor, facts: Facts) -> tuple[Tensor, Tensor]:

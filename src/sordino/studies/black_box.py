@@ -416,7 +416,7 @@ def _rounds(
     source: Source,
     noise_factor: float,
 ) -> Iterator[tuple[Round, list[Tensor]]]:
-    """The rounds of runs of one data set side by side, each with the models that both data sets lead to without noise."""
+    """The rounds of runs side by side, each with the models that both data sets lead to without noise."""
     sources = SharedDraws(source.fresh(), count, noise_factor).rows()
     theta = run.model.init().to(run.records.x).expand(count, -1).clone()
     either = [_next(run, records, 0, theta, ()) for records in neighbours]

@@ -109,6 +109,7 @@ def _trajectories(view: dict[str, Any], name: str, figure_of: Any) -> Any:
             low, high = ([m + sign * s for m, s in zip(mean, std, strict=True)] for sign in (-1, 1))
             panel.fill_between(t, low, high, color=style(i)["color"], alpha=0.15, linewidth=0)
     panel.set(xlabel="round", ylabel=view["measure"]["label"])
+    panel.xaxis.get_major_locator().set_params(integer=True)
     _legend(figure)
     return figure
 
@@ -132,7 +133,7 @@ def _frontier(view: dict[str, Any], figure_of: Any) -> Any:
 
 
 def _noise(curves: Sequence[dict[str, Any]], figure_of: Any) -> Any:
-    """One panel per method, one colour per ε."""
+    """One panel per method, one colour per ε. A signal has gaps where the noise hides it."""
     names = list(dict.fromkeys(curve["label"] for curve in curves))
     colors = {e: LIGHT[k % len(LIGHT)] for k, e in enumerate(dict.fromkeys(curve["epsilon"] for curve in curves))}
     across = min(3, len(names))
@@ -144,9 +145,13 @@ def _noise(curves: Sequence[dict[str, Any]], figure_of: Any) -> Any:
             if curve["label"] == name:
                 t, e = range(1, len(curve["noise"]) + 1), curve["epsilon"]
                 signal, noise = ([v or math.nan for v in curve[key]] for key in ("signal", "noise"))
-                panel.plot(t, signal, color=colors[e], linewidth=1.2, label=f"signal, ε = {e}")
+                panel.plot(
+                    t, signal, color=colors[e], linewidth=1.2, marker=".", markersize=3, label=f"signal, ε = {e}"
+                )
                 panel.plot(t, noise, color=colors[e], linewidth=1.2, linestyle="--", label=f"noise, ε = {e}")
         panel.set_yscale("log")
+        panel.yaxis.set_minor_formatter("")
+        panel.xaxis.get_major_locator().set_params(integer=True)
         panel.set_title(_safe(name), fontsize=8)
         panel.grid(alpha=0.25)
     for k, panel in enumerate(panels):
@@ -229,4 +234,5 @@ def _legend(figure: Any) -> None:
     for panel in figure.axes:
         for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, handle)
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+    columns = 3 if len(handles) % 2 or len(handles) == 6 else 2
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=7, frameon=False)

@@ -206,8 +206,16 @@ def _ranking(area: float | None, y: np.ndarray) -> str:
 
 def deviance_of_mean(dataset: Dataset) -> float:
     """The mean Poisson deviance of the mean count of the test records."""
-    y = dataset.y_test.astype(np.float64) * dataset.unit
-    return metrics.deviance(y, np.full(len(y), y.mean()))
+    value = of_constant(Task.COUNTS, dataset.y_test.astype(np.float64) * dataset.unit)
+    assert value is not None
+    return value
+
+
+def of_constant(task: Task, y: np.ndarray) -> float | None:
+    """The log loss, or the deviance, of a constant guess that knows these labels, in their unit; None for others."""
+    if task in (Task.TWO_CLASSES, Task.MANY_CLASSES):
+        return metrics.entropy(y)
+    return metrics.deviance(y.astype(np.float64), np.full(len(y), y.mean())) if task is Task.COUNTS else None
 
 
 def _number(value: float | None) -> str:
