@@ -19,11 +19,11 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value <= MOST_NUMBER
+    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= int(value) <= MOST_NUMBER
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
 
 
 def _is_span(value: Any) -> bool:

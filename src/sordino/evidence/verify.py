@@ -960,7 +960,7 @@ def _check_ranges(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"the divisor '{cert['divisor']}' is none of a run at {cert['unit']} level")
     if cert["noise_source"] not in ("secure", "seeded", "noiseless"):
         problems.append(f"the source of the noise '{cert['noise_source']}' is unknown")
-    if (person := cert["person"]) and person["choice"] not in PERSON_CHOICES:
+    if (person := cert.get("person")) and person["choice"] not in PERSON_CHOICES:
         problems.append(f"person: records are chosen in the way '{person['choice']}', which is unknown")
     laws = {query["query"]: query["mechanism"] for query in cert["queries"]}
     for release in (r for group in cert["groups"] for r in group["releases"]):
@@ -984,6 +984,8 @@ def _check_site(cert: Mapping[str, Any], problems: list[str]) -> None:
 
 def _check_words(cert: Mapping[str, Any], problems: list[str], gaps: list[str]) -> None:
     """Check the sentences that follow from other fields: without an assumption, a statement promises more."""
+    if (cert["unit"] == Unit.PERSON) != bool(cert.get("person")):
+        return  # a problem already
     law, drawn = Participation.parse(cert["sampler"]["clients"]), amplifies(cert)
     records, told = cert["sampler"]["records"], cert["sampler"]["amplification"]
     kind = law.kind if drawn else FULL if records == "all" else Sampling.parse(records).kind
