@@ -960,8 +960,8 @@ def _check_ranges(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"the divisor '{cert['divisor']}' is none of a run at {cert['unit']} level")
     if cert["noise_source"] not in ("secure", "seeded", "noiseless"):
         problems.append(f"the source of the noise '{cert['noise_source']}' is unknown")
-    if (person := cert.get("person")) and person["choice"] not in PERSON_CHOICES:
-        problems.append(f"person: records are chosen in the way '{person['choice']}', which is unknown")
+    if (person := cert.get("person")) and person.get("choice") not in PERSON_CHOICES:
+        problems.append(f"person: records are chosen in the way '{person.get('choice')}', which is unknown")
     laws = {query["query"]: query["mechanism"] for query in cert["queries"]}
     for release in (r for group in cert["groups"] for r in group["releases"]):
         law, own = laws.get(release["query"]), release.get("mechanism")

@@ -27,6 +27,7 @@ from sordino import files
 from sordino.core import SAFETY
 from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, of_roots, scaler, whitening
 from sordino.errors import SordinoError, nearest
+from sordino.foreign import cell, printable
 from sordino.lazy import optional
 from sordino.models import registry
 from sordino.models.hazards import Hazards
@@ -208,10 +209,11 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         weight = prepared.matrix @ weight
         offset = offset - prepared.mean @ weight
     names = list(run.features) or [f"x{k}" for k in range(model.features)]
-    outputs = list(run.classes) if model.outputs > 1 else list(run.classes[-1:]) or [""]
+    outputs = list(map(cell, run.classes)) if model.outputs > 1 else list(map(cell, run.classes[-1:])) or [""]
+    event = printable(outputs[0])
     link = {
         Loss.SOFTMAX: "probabilities are softmax of intercept + sum of weight * feature, over the classes",
-        Loss.LOGISTIC: f"probability of {outputs[0]} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
+        Loss.LOGISTIC: f"probability of {event} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
         Loss.SQUARES: "the value is intercept + sum of weight * feature",
         Loss.POISSON: f"the rate is exp(intercept + sum of weight * feature), the exponent at most {model.cap:g}",
     }[model.kind]
@@ -232,20 +234,20 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         weights = dict(zip(names, differences[0], strict=True)) | {INTERCEPT: differences[1]}
         for row in intervals:
             numbers = ["" if row[key] is None else repr(row[key]) for key in columns]
-            table.writerow([row["feature"], contrast(run), repr(float(weights[row["feature"]])), *numbers])
+            table.writerow([cell(row["feature"]), cell(contrast(run)), repr(float(weights[row["feature"]])), *numbers])
         for k, output in enumerate(outputs):
             blank = [""] * len(columns)
             table.writerow([INTERCEPT, output, repr(float(offset[k])), *blank])
             rows = zip(names, weight[:, k], strict=True)
-            table.writerows([name, output, repr(float(value)), *blank] for name, value in rows)
+            table.writerows([cell(name), output, repr(float(value)), *blank] for name, value in rows)
 
 
 def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
     """A CSV: tree, class, where the leaf lies, its value. Leaves that no round has moved are left out."""
     theta = run.theta.double().cpu().numpy()
     values = theta[: -model.outputs].reshape(model.trees, model.leaves, model.outputs)
-    names = list(run.features) or [f"x{k}" for k in range(model.features)]
-    outputs, written = list(run.classes) or [""], table_edges(run)
+    names = list(map(cell, run.features)) or [f"x{k}" for k in range(model.features)]
+    outputs, written = list(map(cell, run.classes)) or [""], table_edges(run)
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         unit = "; numbers are cut in the unit of the table, and a boolean is 0 or 1" if written else ""
         file.write(
@@ -303,7 +305,7 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
         table.writerows(
             ["(intercept)", interval, repr(float(b))] for interval, b in zip(intervals, constant, strict=True)
         )
-        table.writerows([name, "", repr(float(value))] for name, value in zip(names, weight, strict=True))
+        table.writerows([cell(name), "", repr(float(value))] for name, value in zip(names, weight, strict=True))
 
 
 # --------------------------------------------------------------------------------------------------------------- torch
