@@ -391,3 +391,27 @@ def test_numbers_that_nothing_follows_from_are_an_error_of_the_certificate(path,
 def test_the_form_names_every_public_field():
     listed = {*public.CERTIFICATE, *public.SECURE, *public.OF_MANY_SITES, *public.SITE}
     assert {*FORM} - {"groups[].releases"} == listed - {"groups[].releases (none)"}
+
+
+def of_stream(cert, rounds):
+    cert["rounds"] = cert["queries"][0]["factor"]["rounds"] = rounds
+
+
+def of_releases(cert, times):
+    cert["groups"][0]["releases"][0]["times"] = times
+
+
+@pytest.mark.parametrize(
+    ("name", "who", "change", "words"),
+    [
+        ("inverse root", "full", lambda cert: of_stream(cert, 10**8), "100,000,000 rounds of a stream; at most"),
+        ("banded", "full", lambda cert: of_stream(cert, 10**12), "1,000,000,000,000 rounds; at most"),
+        ("banded", "fixed:2", lambda cert: of_stream(cert, 10**6), "7,000,000 clients times rounds; at most"),
+        ("banded", "cyclic:2", lambda cert: cert.update(clients=10**9), "1,000,000,000 clients; at most"),
+        ("one stage", "full", lambda cert: of_releases(cert, 10**12), "releases of one kind; at most"),
+    ],
+)
+def test_a_short_text_does_not_keep_a_reader_busy(name, who, change, words):
+    """Each of these took all memory, or more time than the test waited."""
+    with pytest.raises(SordinoError, match=words):
+        verify(changed(made(plan_for(name, who)), change))

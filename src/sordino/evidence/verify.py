@@ -28,6 +28,8 @@ from sordino.evidence.certificate import (
     CERTIFICATE_FORMAT,
     DELTAS,
     GUESSABLE,
+    MOST_LISTED_CLIENTS,
+    MOST_LISTED_ROUNDS,
     NO_AMPLIFICATION,
     OF_MINIBATCHES,
     PUBLIC,
@@ -47,6 +49,7 @@ from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Participation, Sampling
+from sordino.privacy.plan import MOST_ROUNDS
 
 GUESS_TOLERANCE = 1e-3  # relative, on the chance of a right guess: both grids of losses err upwards
 OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
@@ -55,6 +58,7 @@ BY_CLIP, BY_LEMMA = "by clip", "by lemma: "  # what a sensitivity follows from, 
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NEGLIGIBLE = 1e-12  # with which an honest certificate of a drawn schedule is called too cheap
 RUNS = re.compile(r"Tuning: paid for: (\d+) runs within the one budget")  # as `private_tuning` writes it
+MOST_SEARCHED_ROUNDS = 100 * MOST_ROUNDS  # a search for settings counts the rounds of all its runs
 MOST_MISFITS = 20  # that are told
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
@@ -102,6 +106,7 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
                 f"certificate: its format is {cert['format']}; this version reads format {CERTIFICATE_FORMAT}."
             )
         problems.extend(itertools.islice(misfits(cert), MOST_MISFITS))
+        _check_extent(cert)
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
@@ -126,8 +131,31 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         if isinstance(error, SordinoError) and not problems:
             raise
         raise malformed(ValueError(problems[0]) if problems else error) from None
+    except MemoryError:
+        raise SordinoError("certificate: to compute it again takes more memory than there is.") from None
     assumed, gaps = _assumed_sensitivities(cert), [*gaps, *([] if by else [NOT_SIGNED])]
     return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
+
+
+def _check_extent(cert: Mapping[str, Any]) -> None:
+    """Refuse numbers of clients, rounds and releases that no run has: a short text could keep a reader busy for days.
+
+    Raises:
+        SordinoError: One of them is too large.
+    """
+    clients, rounds = int(cert["clients"]), int(cert["rounds"])
+    streamed = [int(query["factor"]["rounds"]) for query in cert["queries"] if "factor" in query]
+    listed_rounds = clients * rounds if any("rounds" in group for group in cert["groups"]) else 0
+    times = [int(release["times"]) for group in cert["groups"] for release in group["releases"]]
+    for what, number, most in (
+        ("clients", clients, MOST_LISTED_CLIENTS),
+        ("rounds", rounds, MOST_SEARCHED_ROUNDS),
+        ("rounds of a stream", max(streamed, default=0), MOST_ROUNDS),
+        ("clients times rounds", listed_rounds, MOST_LISTED_ROUNDS),
+        ("releases of one kind", max(times, default=0), 10 * MOST_SEARCHED_ROUNDS),
+    ):
+        if number > most:
+            raise SordinoError(f"certificate: it has {number:,} {what}; at most {most:,} are read.")
 
 
 def malformed(error: Exception) -> SordinoError:
