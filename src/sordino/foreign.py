@@ -12,6 +12,8 @@ from typing import Any
 
 from sordino.errors import SordinoError
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a formula of a program of tables begins with
+
 
 def printable(text: str, most: int | None = None) -> str:
     """A text of somebody else on one line: control characters, which would steer a terminal, are spelt out.
@@ -53,6 +55,24 @@ def printable_parts(document: Any) -> Any:
     if isinstance(document, Sequence):
         return [printable_parts(part) for part in document]
     return document
+
+
+def cell(text: str) -> str:
+    """A text of somebody else as a cell of a CSV file: a program of tables must not compute it.
+
+    Programs take a cell for a formula that begins with =, +, -, @, a tab or a line break, and it may start programs or
+    send what is in other cells. An apostrophe before it makes it a text. Numbers stay as they are.
+
+    >>> cell("=HYPERLINK(A1)"), cell("-1"), cell("age")
+    ("'=HYPERLINK(A1)", '-1', 'age')
+    """
+    if not text.startswith(FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def read_json(text: str | bytes) -> Any:

@@ -4,13 +4,17 @@ import copy
 import itertools
 import json
 import math
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.errors import SordinoError
+from sordino.evidence import public
 from sordino.evidence import verify as verify_module
 from sordino.evidence.certificate import certificate, listed, of_runs
+from sordino.evidence.form import FORM
 from sordino.evidence.verify import verify
 from sordino.methods import build
 from sordino.privacy import spending
@@ -260,3 +264,162 @@ def test_other_numbers_that_follow_from_stated_ones_are_compared(change, options
     assert any(words in each for each in found), found
     if change in (cohort, influence):
         assert len(found) == len([each for each in found if words in each])
+
+
+# ------------------------------------------------------------------------------- what nothing used to be compared with
+
+
+def smaller(cert):
+    """A thirtieth of the sensitivity, and a bound that neither is a clip nor was told as an assumption."""
+    cert["queries"][0]["bound"] = "clip"
+    for group in cert["groups"]:
+        for release in group["releases"]:
+            release["sensitivity"] /= 30
+
+
+def without_the_worst(cert):
+    """The client that took part most often pays for nothing."""
+    max(cert["groups"], key=lambda group: group["epsilon"])["releases"] = []
+
+
+BANDED = ("banded", "fixed:2", {"unit": Unit.CLIENT, "trust": Trust.SECURE_AGGREGATION, "sizes": (9,) * 4})
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "who", "privacy", "words"),
+    [
+        (smaller, "one stage", "full", {}, "a bound is 'by clip' or 'by lemma: ' and its name, not 'clip'"),
+        (without_the_worst, *BANDED, "they took part in 0.1 delta and paid nothing for it"),
+    ],
+)
+def test_a_smaller_epsilon_is_found_although_all_figures_follow(change, name, who, privacy, words):
+    cert = made(plan_for(name, who, 6, **privacy))
+    assert verify(again(copy.deepcopy(cert))).problems == []
+    forged = again(changed(cert, change))
+    assert forged["epsilon"] < 0.9 * cert["epsilon"]
+    (problem,) = verify(forged).problems
+    assert words in problem
+
+
+PERSONS = {"unit": Unit.PERSON, "person_records": 3, "person_clients": 2}
+SECRET = {"unit": Unit.CLIENT, "trust": Trust.TRUSTED_SERVER, "adjacency": "add-remove", "sizes": (9,) * 10}
+FORGED_WORDS = [
+    ("assumes", ["None."], {}, "an assumption that follows from the other fields is missing"),
+    ("numerics", ["Exact."], {}, "an assumption that follows from the other fields is missing"),
+    ("sampler.amplification", "by records; a factor of ten", {}, "amplification by sampling is claimed"),
+    ("sampler.schedule", "secret", {"who": "fixed:2"}, "the schedule is called 'secret', and it is public"),
+    ("sampler.schedule", "guessable", {"who": "poisson:0.4", **SECRET}, "schedule that hides clients can be guessed"),
+    ("guess", 0.4, {}, "does not lie between 1/2 and 1"),
+    ("epsilon_asked", 0.1, {}, "more than the 0.1 that was asked for"),
+    ("epsilon_at", {"1e-05": 2.0}, {}, "the usual deltas"),
+    ("divisor", "honest", {}, "the divisor 'honest'"),
+    ("records", None, {}, "the numbers of records are missing at record level"),
+    ("client_names", ["Bonn"], {}, "1 clients are named, and there are 7"),
+    ("person.choice", "the healthy ones", PERSONS, "which is unknown"),
+    ("queries.0.mechanism", "discrete-gaussian", {}, "its releases are not of the mechanism"),
+    ("queries.0.calls", 1.9, {}, "queries[].calls: it must be a whole number, not '1.9'"),
+    ("groups.0.releases.0.times", True, {"rounds": 1}, "it must be a whole number, not 'True'"),
+    ("rounds", "9", {}, "rounds: it must be a whole number, not '9'"),
+    ("queries.0.step", math.nan, {}, "queries[].step: it must be a finite number"),
+    ("audited", "by a university", {}, "audited: no certificate of this format has that field"),
+    ("site", {"name": "a", "client": 7, "rounds": 9, "data": ""}, {}, "site 7 is none of 7 clients"),
+    ("site", {"name": "a", "client": 0, "rounds": 10, "data": ""}, {}, "the site answered 10 of 9 rounds"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "options", "words"), FORGED_WORDS, ids=[case[0] for case in FORGED_WORDS])
+def test_a_field_that_says_more_than_the_others_is_found(path, value, options, words):
+    """Each of these forgeries made a statement that promised more, or another certificate for a program."""
+    cert = made(plan_for(**options))
+    assert verify(cert).problems == []
+    *parents, last = path.split(".")
+    part = cert
+    for key in parents:
+        part = part[int(key) if isinstance(part, list) else key]
+    part[last] = value
+    assert any(words in problem for problem in verify(cert).problems), verify(cert).problems
+
+
+@pytest.mark.parametrize("name", list(METHODS))
+@pytest.mark.parametrize("who", ["full", "cyclic:2", "fixed:3", "poisson:0.4"])
+def test_every_assumption_that_follows_from_other_fields_is_needed(name, who):
+    cert = made(plan_for(name, who, trust=Trust.SECURE_AGGREGATION))
+    problems, gaps = [], []
+    verify_module._check_words(cert | {"certified": False}, problems, gaps)
+    assert problems == []
+    verify_module._check_words(cert | {"certified": False, "assumes": [], "numerics": []}, problems, gaps)
+    needed = {*cert["assumes"], *cert["numerics"]} - {*build(METHODS[name][0], "record", **METHODS[name][1]).assumes}
+    assert len(problems) == len(needed)
+    verify_module._check_words(cert | {"assumes": [], "code_sha256": "older"}, [], gaps)
+    assert gaps == ["the words of the assumptions: sordino with other sources wrote them"]
+
+
+@pytest.mark.parametrize("trust", list(Trust))
+def test_words_are_made_from_the_fields_alone(trust):
+    """A certificate of no rounds, of one and of all have the assumptions that their fields have."""
+    for who, batch, done in itertools.product(("full", "fixed:3"), ("full", "poisson:4", "fixed:4"), (0, 1, None)):
+        cert = made(plan_for(who=who, batch=batch, trust=trust), done=done)
+        problems = []
+        verify_module._check_words(cert, problems, [])
+        assert problems == []
+
+
+def test_that_a_schedule_was_drawn_is_told():
+    """Who took part more often than others cannot be computed again without the seed, which spec.toml has."""
+    for who, told in (("full", False), ("cyclic:2", False), ("fixed:3", True), ("poisson:0.4", True)):
+        assert any("participation was drawn" in each for each in verify(made(plan_for(who=who))).assumed) == told
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("delta", 0.0),
+        ("clients", 0),
+        ("clients", math.inf),
+        ("queries", []),
+        ("groups", []),
+        ("queries.0.query", ""),
+        ("groups.0.records", []),
+        ("queries.0.clip", 0.0),
+        ("epsilon_at", []),
+    ],
+)
+def test_numbers_that_nothing_follows_from_are_an_error_of_the_certificate(path, value):
+    """And not a traceback."""
+    cert = made(plan_for())
+    *parents, last = path.split(".")
+    part = cert
+    for key in parents:
+        part = part[int(key) if isinstance(part, list) else key]
+    part[last] = value
+    with suppress(SordinoError):
+        assert verify(cert).problems
+
+
+def test_the_form_names_every_public_field():
+    listed = {*public.CERTIFICATE, *public.SECURE, *public.OF_MANY_SITES, *public.SITE}
+    assert {*FORM} - {"groups[].releases"} == listed - {"groups[].releases (none)"}
+
+
+def of_stream(cert, rounds):
+    cert["rounds"] = cert["queries"][0]["factor"]["rounds"] = rounds
+
+
+def of_releases(cert, times):
+    cert["groups"][0]["releases"][0]["times"] = times
+
+
+@pytest.mark.parametrize(
+    ("name", "who", "change", "words"),
+    [
+        ("inverse root", "full", lambda cert: of_stream(cert, 10**8), "100,000,000 rounds of a stream; at most"),
+        ("banded", "full", lambda cert: of_stream(cert, 10**12), "1,000,000,000,000 rounds; at most"),
+        ("banded", "fixed:2", lambda cert: of_stream(cert, 10**6), "7,000,000 clients times rounds; at most"),
+        ("banded", "cyclic:2", lambda cert: cert.update(clients=10**9), "1,000,000,000 clients; at most"),
+        ("one stage", "full", lambda cert: of_releases(cert, 10**12), "releases of one kind; at most"),
+    ],
+)
+def test_a_short_text_does_not_keep_a_reader_busy(name, who, change, words):
+    """Each of these took all memory, or more time than the test waited."""
+    with pytest.raises(SordinoError, match=words):
+        verify(changed(made(plan_for(name, who)), change))

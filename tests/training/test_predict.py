@@ -5,6 +5,9 @@ import json
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 import sordino
 from sordino.cli import main
@@ -187,3 +190,57 @@ def test_a_model_without_a_certificate_is_told(place, tmp_path, capsys):
         assert main(["predict", str(tmp_path / "run"), str(tmp_path / "people.csv")]) == 0
         assert ("no certificate beside the model" in capsys.readouterr().err) is expected
         (tmp_path / "run" / "public" / "certificate.json").unlink(missing_ok=True)
+
+
+def foreign(run, path, change, theta=None):
+    """The model of a run, without a certificate, with another description or other parameters."""
+    with safe_open(run / "public" / "model.safetensors", framework="pt") as archive:
+        about = json.loads(archive.metadata()["sordino"])
+        tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+    change(about)
+    save_file(tensors if theta is None else {"theta": theta}, path, metadata={"sordino": json.dumps(about)})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "theta"),
+    [
+        (lambda about: about.update(features=10**12), None),
+        (lambda about: about.update(features=5.5), None),
+        (lambda about: about.update(features="5"), None),
+        (lambda about: about.update(features=-1), None),
+        (lambda about: about.update(classes=None), None),
+        (lambda about: about.update(kind=["logistic"]), None),
+        (lambda about: about.update(kind="mlp"), None),
+        (lambda about: about.update(spec="[["), None),
+        (lambda about: about.pop("normalize"), None),
+        (lambda about: about["model"].update(options="[1]"), None),
+        (lambda about: about["model"].update(seed="x"), None),
+        (lambda about: None, torch.ones(5)),
+    ],
+)
+def test_a_model_of_somebody_else_that_describes_none_is_refused(place, tmp_path, change, theta):
+    """And ends in no traceback, and takes no memory for features that it only claims."""
+    with pytest.raises(SordinoError, match="model: "):
+        sordino.load_run(foreign(place / "run", tmp_path / "model.safetensors", change, theta))
+    assert sordino.load_run(foreign(place / "run", tmp_path / "same.safetensors", lambda about: None)).features
+
+
+def test_a_name_of_somebody_else_is_no_formula_in_a_table(place, tmp_path, capsys):
+    """Programs of tables compute what begins with an equals sign: it may start programs and send other cells."""
+
+    def change(about):
+        about["classes"][-1] = "=HYPERLINK(A1)\n=1"
+        about["columns"][0] = "@SUM(A1)"
+
+    model = foreign(place / "run", tmp_path / "model.safetensors", change)
+    (tmp_path / "new.csv").write_text("age,ward\n89,surgery\n20,medicine\n")
+    out, weights = tmp_path / "risks.csv", tmp_path / "weights.csv"
+    assert main(["predict", str(model), str(tmp_path / "new.csv"), "--out", str(out)]) == 0
+    assert main(["export", str(model), "--to", "coefficients", "--out", str(weights)]) == 0
+    texts = [path.read_text() for path in (out, weights)]
+    cells = [cell for text in texts for row in csv.reader(text.splitlines(keepends=True)) for cell in row]
+    assert any("HYPERLINK" in cell for cell in cells)
+    assert any("SUM" in cell for cell in cells)
+    assert not [cell for cell in cells if cell[:1] in ("=", "@")]
+    assert [line[0] for line in texts[1].splitlines()[:3]] == ["#", "#", "f"]  # no comment has a line of its own

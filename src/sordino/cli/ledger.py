@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
+from sordino.foreign import cell
 
 if TYPE_CHECKING:
     from sordino.evidence.ledger import Ledger
@@ -320,5 +321,6 @@ def _export(arguments: argparse.Namespace) -> int:
             return 0
         writer = csv.DictWriter(sys.stdout, list(rows[0]))
         writer.writeheader()
-        writer.writerows(rows)
+        for row in rows:
+            writer.writerow({key: cell(part) if isinstance(part, str) else part for key, part in row.items()})
     return 0

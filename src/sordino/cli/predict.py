@@ -11,6 +11,7 @@ from typing import IO, Any
 from sordino import files
 from sordino.cli.show import add_json, add_weights, check_json, command, emit, facts
 from sordino.errors import SordinoError
+from sordino.foreign import cell
 
 
 def add(commands: Any) -> None:
@@ -99,4 +100,4 @@ def write(predictions: Any, file: IO[str]) -> None:
     out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
     for row, label in enumerate(predictions.labels):
         chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
-        out.writerow([row, label, *chances])
+        out.writerow([row, cell(label) if isinstance(label, str) else label, *chances])

@@ -21,18 +21,12 @@ from sordino.privacy.accounting import events
 from sordino.privacy.accounting.correlated import Banded
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.samplers import Sampler
+from sordino.privacy.mechanisms import mask_graph
 from sordino.privacy.mechanisms.laws import mechanism_of
 from sordino.privacy.mechanisms.random import Seeded, Source
-from sordino.privacy.participation import FULL
-from sordino.privacy.plan import (
-    Plan,
-    continues_stream,
-    noised_queries,
-    plan_mechanism,
-    unbounded_sampling,
-    unequal_cohorts,
-)
-from sordino.privacy.releases import QueryNoise, sampler_of
+from sordino.privacy.participation import FULL, Participation
+from sordino.privacy.plan import Plan, plan_mechanism, unbounded_sampling, unequal_cohorts
+from sordino.privacy.releases import QueryNoise
 from sordino.privacy.spending import Group
 
 CERTIFICATE_FORMAT = 2
@@ -42,6 +36,10 @@ SECRET_SEED = 2**96  # a smaller seed of a schedule can be guessed
 DELTAS = (1e-4, 1e-5, 1e-6, 1e-8)
 EVALUATION = "evaluation"  # the method of a certificate that is about test records
 OF_MINIBATCHES = ", also of a Poisson minibatch"  # at the end of a lemma's name, if it holds for them
+NO_AMPLIFICATION = "none claimed"
+ALL_TAKE_PART, PUBLIC, SECRET, GUESSABLE = "all take part", "public", "secret", "guessable"  # schedules
+GENERAL = 3  # assumptions that every certificate has
+TUNING = "Tuning: "  # how the sentence on earlier tries begins
 STATISTICS = "statistics"  # the method of a certificate that is about counts which complete a schema
 
 NUMERICS = (
@@ -129,7 +127,7 @@ def certificate(
     delta = plan.privacy.delta
     reasons = [*_reasons(plan, source), *(f"not proved: {doubt}" for doubt in doubts)]
     sizes_public = plan.privacy.unit.sizes_public  # at client level, a client's size is part of what is hidden
-    return {
+    cert: dict[str, Any] = {
         "format": CERTIFICATE_FORMAT,
         "sordino": version,
         "certified": not reasons,
@@ -162,8 +160,8 @@ def certificate(
         "worst_client": worst.clients[0],
         "groups": [_group(plan, group, epsilon, done) for group, epsilon in zip(groups, epsilons, strict=True)],
         "secure": _secure(plan, groups),
-        "assumes": [*_assumes(plan, tuning), *plan.method.assumes, *assumes],
-        "numerics": [*_numerics(plan), *[SAMPLES] * spending.samples(plan)],
+        "assumes": [],
+        "numerics": [],
         "spec_sha256": spec_sha256,
         "model_sha256": model_sha256,
         "metrics_sha256": metrics_sha256,
@@ -175,6 +173,8 @@ def certificate(
         "code_sha256": code_sha256(),
         "ledger": {"head": ledger_head, "rows": ledger_rows},
     }
+    words = [*_assumes(plan, tuning, cert), *plan.method.assumes, *assumes]
+    return {**cert, "assumes": words, "numerics": numerics_of(cert)}
 
 
 def _query(plan: Plan, level: QueryNoise) -> dict[str, Any]:
@@ -269,12 +269,11 @@ def _person(plan: Plan) -> dict[str, int | str] | None:
     return {"records": privacy.person_records, "clients": privacy.person_clients, "choice": privacy.person_choice}
 
 
-def _numerics(plan: Plan) -> tuple[str, ...]:
-    """How numbers are computed, and by which account."""
-    if plan.integers is None:
-        return NUMERICS
-    laws = [plan_mechanism(plan, s, k).event for s, k, _ in noised_queries(plan)]
-    return INTEGERS if any(law.is_concentrated for law in laws) else INTEGERS_AS_GAUSSIAN
+def numerics_of(cert: Mapping[str, Any]) -> list[str]:
+    """How numbers are computed, and by which account, as it follows from the other fields."""
+    laws = {query["mechanism"] for query in cert["queries"]}
+    integers = INTEGERS if events.DiscreteGaussian.name in laws else INTEGERS_AS_GAUSSIAN
+    return [*(integers if cert["secure"] else NUMERICS), *([SAMPLES] if draws(cert) else [])]
 
 
 def _counted(number: int, noun: str) -> str:
@@ -302,10 +301,6 @@ def _secure(plan: Plan, groups: Sequence[Group]) -> dict[str, Any] | None:
     }
 
 
-def _drawn_for(plan: Plan) -> str:
-    return "epoch" if plan.sampling.kind == Sampler.ALLOCATION else "answer"
-
-
 def _factor(noise: Noise | None) -> dict[str, Any]:
     """What `verify` needs to compute the sensitivity of a stream by itself, where it can."""
     if isinstance(noise, InverseRoot):
@@ -329,24 +324,23 @@ def _attended(plan: Plan, group: Group, done: int | None) -> dict[str, list[str]
 
 def _sampler(plan: Plan) -> dict[str, str]:
     """What was drawn at random, and the account that is claimed for it."""
-    ways = {
-        ("poisson", Adjacency.ADD_REMOVE): "Poisson, add-remove: composed privacy loss distributions",
-        ("poisson", Adjacency.REPLACE_ONE): "Poisson, replace-one: composed privacy loss distributions",
-        ("fixed", Adjacency.ADD_REMOVE): "fixed size, add-remove: composed privacy loss distributions",
-        ("fixed", Adjacency.REPLACE_ONE): "fixed size, replace-one: composed privacy loss distributions",
-        ("allocation", Adjacency.ADD_REMOVE): "allocation, add-remove: composed privacy loss distributions of epochs",
-        ("allocation", Adjacency.REPLACE_ONE): "allocation, replace-one: composed privacy loss distributions of epochs",
-    }
     kind = plan.participation.kind if plan.amplified else plan.sampling.kind
-    by = "clients" if plan.amplified else f"{plan.privacy.unit}s"
-    claim = f"by {by}; {ways[kind, plan.privacy.adjacency]}" if spending.samples(plan) else "none claimed"
-    secret = "secret" if plan.schedule_seed >= SECRET_SEED else "guessable"
+    by = "client" if plan.amplified else str(plan.privacy.unit)
+    claim = amplification(by, kind, plan.privacy.adjacency) if spending.samples(plan) else NO_AMPLIFICATION
+    secret = SECRET if plan.schedule_seed >= SECRET_SEED else GUESSABLE
     return {
         "clients": str(plan.participation),
         "records": "all" if plan.sampling.kind == FULL else str(plan.sampling),
         "amplification": claim,
-        "schedule": "all take part" if plan.participation.kind == FULL else secret if plan.amplified else "public",
+        "schedule": ALL_TAKE_PART if plan.participation.kind == FULL else secret if plan.amplified else PUBLIC,
     }
+
+
+def amplification(drawn: str, sampler: str, adjacency: Adjacency) -> str:
+    """What is drawn at random, how, and how it is accounted for."""
+    how = {Sampler.POISSON: "Poisson", Sampler.FIXED: "fixed size", Sampler.ALLOCATION: "allocation"}[Sampler(sampler)]
+    of_epochs = " of epochs" if sampler == Sampler.ALLOCATION else ""
+    return f"by {drawn}s; {how}, {adjacency}: composed privacy loss distributions{of_epochs}"
 
 
 def _sizes(plan: Plan, group: Group) -> list[int]:
@@ -428,70 +422,92 @@ def _reasons(plan: Plan, source: Source) -> list[str]:
     return reasons
 
 
-def _assumes(plan: Plan, tuning: str) -> list[str]:
-    facts = [
-        "The number of clients, the features and the set of labels are public.",
-        "Which record belongs to which client, and which are for testing, is taken as given and tells nothing.",
-        "The records are those that a model was tested on; bins, thresholds and the labels' set are public."
-        if plan.method.name == EVALUATION
-        else "Records used for testing lie outside the guarantee, and so do figures computed from them.",
-        f"Tuning: {tuning}.",
-    ]
+def _assumes(plan: Plan, tuning: str, cert: Mapping[str, Any]) -> list[str]:
+    follow = assumptions_of(cert)
+    own = []
     if plan.method.by_hand:
-        facts.append(
+        own.append(
             f"The method {plan.method.name} was not built by name from the registry, or was changed afterwards. Its "
             "sensitivities and proofs are claims of its author and were not checked here; `sordino.checks.check` "
             "tries to break them."
         )
-    if plan.privacy.unit is Unit.RECORD:
+    return [*follow[:GENERAL], f"{TUNING}{tuning}.", *own, *follow[GENERAL:]]
+
+
+def assumptions_of(cert: Mapping[str, Any]) -> list[str]:
+    """The assumptions that follow from the other fields of a certificate; the first `GENERAL` are of every one."""
+    unit, trust, sampler = Unit(cert["unit"]), Trust(cert["trust"]), cert["sampler"]
+    clients, samples, amplified = sampler["clients"].partition(":")[0], draws(cert), amplifies(cert)
+    facts = [
+        "The number of clients, the features and the set of labels are public.",
+        "Which record belongs to which client, and which are for testing, is taken as given and tells nothing.",
+        "The records are those that a model was tested on; bins, thresholds and the labels' set are public."
+        if cert["method"] == EVALUATION
+        else "Records used for testing lie outside the guarantee, and so do figures computed from them.",
+    ]
+    if unit is Unit.RECORD:
         facts.append("The number of records of each client is public and fixed.")
-    if plan.privacy.unit is Unit.PERSON:
+    if unit is Unit.PERSON:
         facts.append("The number of persons of each client is public and fixed; how many records a person has is not.")
         facts.append(
             "Each client knows which of its records belong to one person, and at most "
-            f"{_counted(plan.privacy.person_clients, 'client')} hold records of the same person."
+            f"{_counted(cert['person']['clients'], 'client')} hold records of the same person."
         )
-    if plan.privacy.trust is not Trust.TRUSTED_SERVER:
+    if trust is not Trust.TRUSTED_SERVER:
         facts.append("Who takes part in a round is public.")
-    if plan.amplified:
+    if amplified:
         facts.append(
             "Cohorts are drawn anew every round from a secret seed, which the server keeps to itself "
             "(private/secret.toml), as it does who took part; no participant tells that it came."
         )
-    elif spending.samples(plan):
+    elif samples:
+        drawn = "epoch" if sampler["records"].startswith(Sampler.ALLOCATION) else "answer"
         facts.append(
-            f"Minibatches are drawn anew for every {_drawn_for(plan)} by the noise's own secret source, and no client "
+            f"Minibatches are drawn anew for every {drawn} by the noise's own secret source, and no client "
             "tells what they hold."
         )
-    if spending.samples(plan) and plan.privacy.adjacency is Adjacency.ADD_REMOVE and sampler_of(plan) == "fixed":
+    of_fixed_size = (clients if amplified else sampler["records"].partition(":")[0]) == Sampler.FIXED
+    if samples and cert["adjacency"] == Adjacency.ADD_REMOVE and of_fixed_size:
         facts.append("Who or what is absent leaves its place in a sample of a fixed size empty; nobody else takes it.")
-    if plan.integers is not None:
+    if secure := cert["secure"]:
         facts.append(
             "The server follows the protocol of secure aggregation; of the sites at most "
-            f"{plan.integers.colluders} tell it, or one another, what they know."
+            f"{secure['colluders']} tell it, or one another, what they know."
         )
-        if (graph := plan.integers.graph(plan.clients)) is not None:
+        if masks := secure.get("masks"):
             facts.append(
-                f"Sites share masks along a random graph, with {graph.degree(plan.clients):.0f} neighbours on average. "
-                "The sites that collude are fixed before the terms are known, and the server tries at most 2^64 terms; "
+                "Sites share masks along a random graph, with "
+                f"{mask_graph.Parameters(**masks).degree(cert['clients']):.0f} neighbours on average. The sites that "
+                "collude are fixed before the terms are known, and the server tries at most 2^64 terms; "
                 "then the protection fails with probability at most 2^-66, which delta includes."
             )
-    elif plan.privacy.trust is Trust.SECURE_AGGREGATION:
+    elif trust is Trust.SECURE_AGGREGATION:
         facts.append("Messages are added up by a secure aggregation protocol, which a simulation does not carry out.")
         facts.append("Every participant adds its share of the noise, and none tells its share to the observer.")
-    if (
-        plan.only_sums_visible
-        and plan.participation.kind != FULL
-        and any(continues_stream(plan, t) for t in range(plan.rounds))
-    ):
+    carried = any(query["carried"] for query in cert["queries"]) and cert["rounds"] > 1
+    if trust is not Trust.UNTRUSTED_SERVER and clients != FULL and carried:
         facts.append("Clients outside a round's cohort send their part of the common noise all the same.")
-    if plan.privacy.trust is Trust.TRUSTED_SERVER:
+    if trust is Trust.TRUSTED_SERVER:
         facts.append("The server, and the links to it, see every message and are trusted with them.")
-    if plan.participation.kind != FULL and not plan.amplified:
+    if clients != FULL and not amplified:
         facts.append(
             "Participants were drawn before the run, without looking at data; each client pays for its rounds."
         )
     return facts
+
+
+def draws(cert: Mapping[str, Any]) -> bool:
+    """Whether a certificate claims that what is drawn at random hides something."""
+    return bool(cert["sampler"]["amplification"] != NO_AMPLIFICATION)
+
+
+def amplifies(cert: Mapping[str, Any]) -> bool:
+    """Whether random cohorts, which only the server knows, hide whole clients: `Plan.amplified`."""
+    if (cert["unit"], cert["trust"]) != (Unit.CLIENT, Trust.TRUSTED_SERVER):
+        return False
+    law, clients = Participation.parse(cert["sampler"]["clients"]), int(cert["clients"])
+    drawn = law.kind in (Sampler.FIXED, Sampler.POISSON) and law.rate(clients) < 1
+    return drawn and not any(query["stream"] for query in cert["queries"])
 
 
 def ranges(numbers: Sequence[int]) -> str:

@@ -10,6 +10,7 @@ and that they belong to an actual run, and only to a reader who knows whose key 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,23 +20,46 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.core import SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Kind, Query, Trust, Unit
+from sordino.core import PERSON_CHOICES, SAMPLED, SEMIDEFINITE, Adjacency, Clipping, Divisor, Kind, Query, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.evidence import signing, streams
-from sordino.evidence.certificate import CERTIFICATE_FORMAT, OF_MINIBATCHES, listed
+from sordino.evidence.certificate import (
+    ALL_TAKE_PART,
+    CERTIFICATE_FORMAT,
+    DELTAS,
+    GUESSABLE,
+    MOST_LISTED_CLIENTS,
+    MOST_LISTED_ROUNDS,
+    NO_AMPLIFICATION,
+    OF_MINIBATCHES,
+    PUBLIC,
+    SECRET,
+    TUNING,
+    amplification,
+    amplifies,
+    assumptions_of,
+    listed,
+    numerics_of,
+)
+from sordino.evidence.form import misfits
+from sordino.evidence.signing import code_sha256
 from sordino.lazy import optional, scipy
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms import discrete_gaussian, mask_graph
 from sordino.privacy.mechanisms.quantization import LEAST_STEP_VARIANCE
 from sordino.privacy.participation import FULL, Participation, Sampling
+from sordino.privacy.plan import MOST_ROUNDS
 
 GUESS_TOLERANCE = 1e-3  # relative, on the chance of a right guess: both grids of losses err upwards
 OF_INTEGERS = (events.DiscreteGaussian.name, events.SmoothedDiscreteGaussian.name)
 RECOMPUTED = (events.Gaussian.name, *OF_INTEGERS)  # the mechanisms that are recomputed
+BY_CLIP, BY_LEMMA = "by clip", "by lemma: "  # what a sensitivity follows from, as certificates say it
 MOST_BELOW = 0.005  # relative: how far a claimed epsilon may lie below the other accountant's
 NEGLIGIBLE = 1e-12  # with which an honest certificate of a drawn schedule is called too cheap
 RUNS = re.compile(r"Tuning: paid for: (\d+) runs within the one budget")  # as `private_tuning` writes it
+MOST_SEARCHED_ROUNDS = 100 * MOST_ROUNDS  # a search for settings counts the rounds of all its runs
+MOST_MISFITS = 20  # that are told
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
 MOST_ABOVE_ALLOCATION = 0.1  # the same for allocation, whose account has wide cells where there is little noise
@@ -65,7 +89,7 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         A verdict: whether the certificate holds, and the problems found.
 
     Raises:
-        SordinoError: The certificate has an unknown format.
+        SordinoError: The certificate has an unknown format, or a field that nothing can be computed from.
 
     Example:
         >>> import sordino as so
@@ -81,6 +105,8 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
             raise SordinoError(
                 f"certificate: its format is {cert['format']}; this version reads format {CERTIFICATE_FORMAT}."
             )
+        problems.extend(itertools.islice(misfits(cert), MOST_MISFITS))
+        _check_extent(cert)
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
         adjacency = Adjacency(cert["adjacency"])
@@ -97,13 +123,39 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         _check_bounds(cert, problems)
         _check_integers(cert, problems)
         _check_claims(cert, claimed, problems)
+        _check_ranges(cert, problems)
+        _check_site(cert, problems)
+        _check_words(cert, problems, gaps)
         by = _check_signature(cert, key, problems)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, SordinoError):
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
+        if isinstance(error, SordinoError) and not problems:
             raise
-        raise malformed(error) from None
+        raise malformed(ValueError(problems[0]) if problems else error) from None
+    except MemoryError:
+        raise SordinoError("certificate: to compute it again takes more memory than there is.") from None
     assumed, gaps = _assumed_sensitivities(cert), [*gaps, *([] if by else [NOT_SIGNED])]
     return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
+
+
+def _check_extent(cert: Mapping[str, Any]) -> None:
+    """Refuse numbers of clients, rounds and releases that no run has: a short text could keep a reader busy for days.
+
+    Raises:
+        SordinoError: One of them is too large.
+    """
+    clients, rounds = int(cert["clients"]), int(cert["rounds"])
+    streamed = [int(query["factor"]["rounds"]) for query in cert["queries"] if "factor" in query]
+    listed_rounds = clients * rounds if any("rounds" in group for group in cert["groups"]) else 0
+    times = [int(release["times"]) for group in cert["groups"] for release in group["releases"]]
+    for what, number, most in (
+        ("clients", clients, MOST_LISTED_CLIENTS),
+        ("rounds", rounds, MOST_SEARCHED_ROUNDS),
+        ("rounds of a stream", max(streamed, default=0), MOST_ROUNDS),
+        ("clients times rounds", listed_rounds, MOST_LISTED_ROUNDS),
+        ("releases of one kind", max(times, default=0), 10 * MOST_SEARCHED_ROUNDS),
+    ):
+        if number > most:
+            raise SordinoError(f"certificate: it has {number:,} {what}; at most {most:,} are read.")
 
 
 def malformed(error: Exception) -> SordinoError:
@@ -508,9 +560,17 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
         gather = math.sqrt(_senders(cert, query)) if only_sums_visible else 1.0
         name, kind, clip = query["query"], Kind(query["query"].split()[-1]), float(query["clip"])
         rows = [(g, r) for g in cert["groups"] for r in g["releases"] if r["query"] == name]
+        if query["bound"] != BY_CLIP and not str(query["bound"]).startswith(BY_LEMMA):
+            problems.append(f"{name}: a bound is '{BY_CLIP}' or '{BY_LEMMA}' and its name, not '{query['bound']}'")
         _check_clipping(query, kind, clip, problems)
         if query["stream"] and streams.stated(cert, query):
             streams.check(cert, query, problems)
+            for group in cert["groups"]:
+                if (
+                    not any(r["query"] == name for r in group["releases"])
+                    and streams.factor_of(cert, query, group).times
+                ):
+                    problems.append(f"clients {group['clients']}: they took part in {name} and paid nothing for it")
         if unit is Unit.CLIENT and kind is not Kind.DELTA:
             problems.append(f"{name}: at client level the whole message must be noised, not an answer")
         if rows and max(int(r["times"]) for _, r in rows) > int(cert["rounds"]) * int(query["calls"]):
@@ -527,7 +587,7 @@ def _check_bounds(cert: Mapping[str, Any], problems: list[str]) -> None:
                 )
             if query["semidefinite"] and kind not in SEMIDEFINITE:
                 problems.append(f"{name}: terms of kind {kind} are not semi-definite")
-            elif query["bound"] == "by clip" and (not query["stream"] or streams.stated(cert, query)):
+            elif query["bound"] == BY_CLIP and (not query["stream"] or streams.stated(cert, query)):
                 bound = Query(kind, clip, psd=query["semidefinite"]).sensitivity(adjacency, unit) * several
                 sampled = float(release["rate"]) < 1
                 separate = (Sampler.POISSON, Sampler.ALLOCATION)
@@ -562,7 +622,7 @@ def _check_clipping(query: Mapping[str, Any], kind: Kind, clip: float, problems:
         problems.append(f"{query['query']}: {error}")
         return
     length = math.hypot(*law.bounds(clip, len(law.layers) or 1))
-    if kind is not Kind.GRADIENT or query["bound"] != "by clip" or not _near(length, clip):
+    if kind is not Kind.GRADIENT or query["bound"] != BY_CLIP or not _near(length, clip):
         problems.append(f"{query['query']}: {law} is no way to bound it by a clip")
 
 
@@ -801,8 +861,6 @@ def _check_totals(cert: Mapping[str, Any], problems: list[str]) -> None:
     worst = max(groups, key=lambda group: _limitless(group["epsilon"]))
     if not _near(_limitless(cert["mu"]), _mu(worst["releases"])):
         problems.append(f"mu {cert['mu']} is not the mu of the worst client")
-    if not cert["assumes"] or not cert["numerics"]:
-        problems.append("the assumptions are missing")
     if sum(int(g["count"]) for g in groups) != int(cert["clients"]):
         problems.append("the groups do not add up to the number of clients")
     _check_members(cert, problems)
@@ -880,14 +938,15 @@ def _senders(cert: Mapping[str, Any], query: Mapping[str, Any]) -> float:
 
 def _assumed_sensitivities(cert: Mapping[str, Any]) -> list[str]:
     """The sensitivities that do not follow from a clip, which this check takes from the certificate."""
-    why = {
-        q["query"]: "a schedule" if q["stream"] and not streams.stated(cert, q) else q["bound"].removeprefix("by ")
-        for q in cert["queries"]
-    }
-    return [
-        f"the sensitivity of query {name}, which follows from {source}"
-        for name, source in why.items()
-        if source != "clip"
+    of_schedule = {q["query"] for q in cert["queries"] if q["stream"] and not streams.stated(cert, q)}
+    law = Participation.parse(cert["sampler"]["clients"])
+    drawn = law.kind in ("fixed", "poisson") and law.rate(int(cert["clients"])) < 1 and not _hides_clients(cert)
+    schedule = [f"how often each client took part: {law} participation was drawn, and its seed is not in it"] * drawn
+    return schedule + [
+        f"the sensitivity of query {name}, which follows from "
+        + ("a schedule" if name in of_schedule else query["bound"].removeprefix("by "))
+        for name, query in ((query["query"], query) for query in cert["queries"])
+        if name in of_schedule or query["bound"] != BY_CLIP
     ]
 
 
@@ -908,6 +967,80 @@ def _check_claims(cert: Mapping[str, Any], claimed: float, problems: list[str]) 
         )
     if not cert["certified"] and not cert["reasons"]:
         problems.append("it says not certified but gives no reason")
+
+
+def _check_ranges(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Check settings that nothing is computed from, and that they fit the unit."""
+    if not 0 < float(cert["delta"]) < 1:
+        problems.append(f"delta is {cert['delta']:g}, which is no probability between 0 and 1")
+    if not 0.5 <= float(cert["guess"]) <= 1:
+        problems.append(f"the chance {cert['guess']:g} of a right guess does not lie between 1/2 and 1")
+    if {*cert["epsilon_at"]} != {f"{at:g}" for at in DELTAS}:
+        problems.append("epsilon_at does not list the epsilons at the usual deltas")
+    if (asked := cert["epsilon_asked"]) is not None and _limitless(cert["epsilon"]) > asked * (1 + MOST_BELOW):
+        problems.append(f"epsilon is {_limitless(cert['epsilon']):.6g}, more than the {asked:.6g} that was asked for")
+    names, public = [query["query"] for query in cert["queries"]], Unit(cert["unit"]).sizes_public
+    if len({*names}) < len(names):
+        problems.append("a query is listed twice")
+    told = [cert["records"], *(group[part] for group in cert["groups"] for part in ("records", "sizes"))]
+    if any((part is not None) != public for part in told):
+        problems.append(f"the numbers of records are {'missing' if public else 'private'} at {cert['unit']} level")
+    if len(cert["client_names"]) not in ((0, int(cert["clients"])) if public else (0,)):
+        problems.append(f"{len(cert['client_names'])} clients are named, and there are {cert['clients']}")
+    if cert["divisor"] not in ([*Divisor] if public else [Divisor.CLIENT_MEAN]):
+        problems.append(f"the divisor '{cert['divisor']}' is none of a run at {cert['unit']} level")
+    if cert["noise_source"] not in ("secure", "seeded", "noiseless"):
+        problems.append(f"the source of the noise '{cert['noise_source']}' is unknown")
+    if (person := cert.get("person")) and person.get("choice") not in PERSON_CHOICES:
+        problems.append(f"person: records are chosen in the way '{person.get('choice')}', which is unknown")
+    laws = {query["query"]: query["mechanism"] for query in cert["queries"]}
+    for release in (r for group in cert["groups"] for r in group["releases"]):
+        law, own = laws.get(release["query"]), release.get("mechanism")
+        if law != own and {law, own} & {*OF_INTEGERS}:
+            problems.append(f"{release['query']}: its releases are not of the mechanism {law}")
+            break
+
+
+def _check_site(cert: Mapping[str, Any], problems: list[str]) -> None:
+    """Check the site that a certificate says it is of: its number, which tells the epsilon of its own data."""
+    if (site := cert.get("site")) is None:
+        return
+    if not int(site["client"]) < int(cert["clients"]):
+        problems.append(f"site {site['client']} is none of {cert['clients']} clients")
+    elif cert["client_names"] and cert["client_names"][site["client"]] != site["name"]:
+        problems.append(f"the site is '{site['name']}', and client {site['client']} has another name")
+    if int(site["rounds"]) > int(cert["rounds"]):
+        problems.append(f"the site answered {site['rounds']} of {cert['rounds']} rounds")
+
+
+def _check_words(cert: Mapping[str, Any], problems: list[str], gaps: list[str]) -> None:
+    """Check the sentences that follow from other fields: without an assumption, a statement promises more."""
+    if (cert["unit"] == Unit.PERSON) != bool(cert.get("person")):
+        return  # a problem already
+    law, drawn = Participation.parse(cert["sampler"]["clients"]), amplifies(cert)
+    records, told = cert["sampler"]["records"], cert["sampler"]["amplification"]
+    kind = law.kind if drawn else FULL if records == "all" else Sampling.parse(records).kind
+    sampled = any(float(r["rate"]) < 1 for g in cert["groups"] for r in g["releases"])
+    by = Unit.CLIENT if drawn else cert["unit"]
+    if not (told == NO_AMPLIFICATION and not sampled) and (
+        kind == FULL or told != amplification(by, kind, Adjacency(cert["adjacency"]))
+    ):
+        problems.append(f"amplification by sampling is claimed as '{told}', which does not follow from the sampler")
+    schedules = [ALL_TAKE_PART] if law.kind == FULL else [SECRET, GUESSABLE] if drawn else [PUBLIC]
+    if cert["sampler"]["schedule"] not in schedules:
+        problems.append(f"the schedule is called '{cert['sampler']['schedule']}', and it is {' or '.join(schedules)}")
+    if cert["certified"] and cert["sampler"]["schedule"] == GUESSABLE:
+        problems.append("it says certified, although the schedule that hides clients can be guessed")
+    if cert["certified"] and law.kind == Sampler.POISSON and any(query["carried"] for query in cert["queries"]):
+        problems.append(f"it says certified, but nothing is proved for correlated noise under {law}")
+    needed = [*assumptions_of(cert), *numerics_of(cert)]
+    lost = [words for words in needed if words not in cert["assumes"] and words not in cert["numerics"]]
+    if not any(words.startswith(TUNING) for words in cert["assumes"]):
+        lost.append(f"{TUNING}…")
+    if lost and cert["code_sha256"] == code_sha256():
+        problems.extend(f"an assumption that follows from the other fields is missing: {words}" for words in lost)
+    elif lost:
+        gaps.append("the words of the assumptions: sordino with other sources wrote them")
 
 
 def _limitless(value: Any) -> float:

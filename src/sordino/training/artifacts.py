@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable
+import tomllib
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from sordino.training.resolved import ResolvedSpec
 from sordino.tree import pack, unpack
 
 TIMINGS = "timings.jsonl"
+MOST_FEATURES = 10**8  # of a model that is read
 # What a model and its tokenizer are read from, in a folder of weights; tables or runs beside them do not count.
 WEIGHT_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
 
@@ -224,9 +226,11 @@ def load_model(path: Path, weights: str | Path | None = None) -> SavedModel:
         with safe_open(path, framework="pt") as archive:
             about = read_json((archive.metadata() or {})["sordino"])
             tensors = {name: archive.get_tensor(name) for name in archive.keys()}  # noqa: SIM118
+        _check_about(about)
         choice = about["model"]
-        options = read_json(choice["options"])
-    except (SafetensorError, KeyError, ValueError, TypeError) as error:
+        options = dict(read_json(choice["options"]))
+        theta = tensors["theta"]
+    except (SafetensorError, KeyError, ValueError, TypeError, RecursionError) as error:
         raise SordinoError(f"model: '{path}' is not a model of a run ({error}).") from None
     private = RunFolder.find(path).secret()
     options |= {key: private[key] for key in options if key in private}
@@ -234,11 +238,40 @@ def load_model(path: Path, weights: str | Path | None = None) -> SavedModel:
         options["weights"] = _weights(options.get("weights"), weights, choice.get("weights_sha256"))
         choice["options"] = json.dumps(options)
     autocast = torch.bfloat16 if choice["bfloat16"] else None
-    model = registry.build(
-        about["kind"], about["features"], len(about["classes"]), seed=choice["seed"], autocast=autocast, **options
-    )
+    try:
+        model = registry.build(
+            about["kind"], about["features"], len(about["classes"]), seed=choice["seed"], autocast=autocast, **options
+        )
+    except (ArithmeticError, IndexError, KeyError, MemoryError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, SordinoError):
+            raise
+        raise SordinoError(f"model: '{path}' describes no model ({type(error).__name__}: {error}).") from None
+    if theta.shape != (model.size,) or not theta.is_floating_point():
+        raise SordinoError(
+            f"model: '{path}' does not hold the {model.size:,} numbers of the model that it describes; it was "
+            "damaged or exchanged. Get it from its source again."
+        )
     public = (tensors["public_mean"].numpy(), tensors["public_cov"].numpy()) if "public_mean" in tensors else None
-    return SavedModel(model, tensors["theta"], about, public)
+    return SavedModel(model, theta, about, public)
+
+
+def _check_about(about: Mapping[str, Any]) -> None:
+    """Check what the file of a model says of it: the file may be anybody's.
+
+    Raises:
+      KeyError, TypeError, ValueError: a part is missing or has another form.
+    """
+    texts = about["kind"], about["spec"], about["normalize"], about["model"]["options"]
+    lists = about["classes"], about["columns"]
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("kind, spec, normalize and options must be texts")
+    if not all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists):
+        raise TypeError("classes and columns must be lists of texts")
+    if type(about["features"]) is not int or not 1 <= about["features"] <= MOST_FEATURES:
+        raise ValueError(f"features must be a whole number between 1 and {MOST_FEATURES:,}")
+    if type(about["model"]["seed"]) is not int:
+        raise TypeError("the seed must be a whole number")
+    tomllib.loads(about["spec"])
 
 
 def _weights(known: str | None, given: str | Path | None, expected: str | None) -> str:

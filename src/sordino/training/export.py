@@ -27,6 +27,7 @@ from sordino import files
 from sordino.core import SAFETY
 from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, of_roots, scaler, whitening
 from sordino.errors import SordinoError, nearest
+from sordino.foreign import cell, printable
 from sordino.lazy import optional
 from sordino.models import registry
 from sordino.models.hazards import Hazards
@@ -212,10 +213,11 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         weight = prepared.matrix @ weight
         offset = offset - prepared.mean @ weight
     names = list(run.features) or [f"x{k}" for k in range(model.features)]
-    outputs = list(run.classes) if model.outputs > 1 else list(run.classes[-1:]) or [""]
+    outputs = list(map(cell, run.classes)) if model.outputs > 1 else list(map(cell, run.classes[-1:])) or [""]
+    event = printable(outputs[0])
     link = {
         Loss.SOFTMAX: "probabilities are softmax of intercept + sum of weight * feature, over the classes",
-        Loss.LOGISTIC: f"probability of {outputs[0]} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
+        Loss.LOGISTIC: f"probability of {event} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
         Loss.SQUARES: "the value is intercept + sum of weight * feature",
         Loss.POISSON: f"the rate is exp(intercept + sum of weight * feature), the exponent at most {model.cap:g}",
     }[model.kind]
@@ -228,7 +230,7 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
             table.writerow(["feature", "class", "weight"])
             for k, output in enumerate(outputs):
                 rows = zip([INTERCEPT, *names], [offset[k], *weight[:, k]], strict=True)
-                table.writerows([name, output, repr(float(value))] for name, value in rows)
+                table.writerows([cell(name), output, repr(float(value))] for name, value in rows)
         return
     if model.outputs == 2:
         weight, offset = weight[:, 1] - weight[:, 0], offset[1] - offset[0]
@@ -286,7 +288,7 @@ def _write_rows(
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["feature", "class", "weight", *(INTERVAL if intervals else []), *told, *(ends if told else [])])
         for k, name in enumerate([INTERCEPT, *names]):
-            cells = [name, contrast(run), repr(offset if k == 0 else float(weight[k - 1]))]
+            cells = [cell(name), cell(contrast(run)), repr(offset if k == 0 else float(weight[k - 1]))]
             row = intervals.get(name, dict.fromkeys(INTERVAL))
             if intervals:
                 cells += ["" if row[key] is None else repr(row[key]) for key in INTERVAL]
@@ -326,8 +328,8 @@ def _write_leaves(run: LoadedRun, model: Trees, out: Path) -> None:
     """A CSV: tree, class, where the leaf lies, its value. Leaves that no round has moved are left out."""
     theta = run.theta.double().cpu().numpy()
     values = theta[: -model.outputs].reshape(model.trees, model.leaves, model.outputs)
-    names = list(run.features) or [f"x{k}" for k in range(model.features)]
-    outputs, written = list(run.classes) or [""], table_edges(run)
+    names = list(map(cell, run.features)) or [f"x{k}" for k in range(model.features)]
+    outputs, written = list(map(cell, run.classes)) or [""], table_edges(run)
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         unit = "; numbers are cut in the unit of the table, and a boolean is 0 or 1" if written else ""
         file.write(
@@ -394,7 +396,7 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
             table.writerow([INTERCEPT, interval, repr(float(b)), *blank])
         for k, name in enumerate(names):
             effect = [] if found is None else [found.per[k], _short(found.effect[k]), _ratio(found.effect[k])]
-            table.writerow([name, "", repr(float(weight[k])), *effect])
+            table.writerow([cell(name), "", repr(float(weight[k])), *effect])
 
 
 # --------------------------------------------------------------------------------------------------------------- torch
