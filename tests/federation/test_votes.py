@@ -117,4 +117,4 @@ def test_cli_refuses_strangers(tiny, capsys):
     federation = tiny("dp-fedgd", trust="secure-aggregation", names=FOUR)
     for name in ("z", "a"):
         assert main(["federate", "vote", str(federation.place("a")), "--against", name]) == 2
-        assert "no other site" in capsys.readouterr().err
+        assert "not another site" in capsys.readouterr().err

@@ -85,7 +85,7 @@ def test_nothing_is_overwritten_and_what_is_no_backup_is_refused(federation, tmp
         with pytest.raises(SordinoError, match=where):
             wrong()
     (tmp_path / "text").write_text("no archive")
-    with pytest.raises(SordinoError, match="no backup"):
+    with pytest.raises(SordinoError, match="not a backup"):
         restore(tmp_path / "text", tmp_path / "new")
 
 

@@ -151,7 +151,7 @@ def test_a_site_that_breaks_the_rules_is_named(sent, kind, change, match):
 def test_numbers_beyond_the_field_are_no_shares(sent):
     p, data = sent
     _, body = parts(data["reveal"])
-    with pytest.raises(SordinoError, match="no shares"):
+    with pytest.raises(SordinoError, match="are not shares"):
         read_reveal(
             p.session, 3, "site-1", forged(p.members["site-1"], data["reveal"], lambda _: None, b"\xff" * len(body))
         )

@@ -934,8 +934,8 @@ class Schema:
         """
         features = list(self.features)
         varies = {name for name, column in zip(features, np.ptp(encoded.x, axis=0) > 0, strict=True) if column}
-        features = {name: column.features(name) for name, column in self.columns.items()}
-        return [name for name, own in features.items() if own and not varies & {*own}]
+        by_column = {name: column.features(name) for name, column in self.columns.items()}
+        return [name for name, own in by_column.items() if own and not varies & {*own}]
 
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and its features; then what is made of these."""

@@ -285,7 +285,7 @@ def test_a_failure_a_lie_and_silence_hold_nobody_up(served, monkeypatch, logged)
 def test_a_path_that_is_no_socket_stays_and_a_left_one_is_replaced(fast, served):
     path = Path(fast) / "site.sock"
     path.write_text("data")
-    with pytest.raises(SordinoError, match="no socket"):
+    with pytest.raises(SordinoError, match="not a socket"):
         door.serve(path, bytes.upper)
     assert path.read_text() == "data"
     path.unlink()
