@@ -530,3 +530,11 @@ def test_evaluate_names_its_table_once(capsys, tmp_path):
         assert message in capsys.readouterr().err
     assert main(["advise", "table.csv"]) == 2
     assert "advise: --records, --dim are missing" in capsys.readouterr().err
+
+
+def test_a_second_table_is_refused_with_what_to_do(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    assert main(["run", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
+    shown = capsys.readouterr().err
+    assert "is one file too many, because it reads one table" in shown
+    assert "a column that names the hospital (client in the schema)" in shown
