@@ -519,3 +519,22 @@ def test_a_bar_is_not_drawn_for_what_is_refused(capsys):
     words = ["compare", "--data", "nope.csv", "--label", "x", "--methods", "auto,dp-fedgd", "--epsilons", "1"]
     assert main(words) == 2
     assert capsys.readouterr().err.strip() == "sordino: data: there is no file 'nope.csv'; check the path."
+
+
+def test_evaluate_names_its_table_once(capsys, tmp_path):
+    for words, message in (
+        ([], "evaluate: the test records are missing; write sordino evaluate RUN test.csv --epsilon 0.5."),
+        (["a.csv", "--data", "b.csv"], "evaluate: FILE and --data name the test records twice"),
+    ):
+        assert main(["evaluate", str(tmp_path), *words, "--epsilon", "1"]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["advise", "table.csv"]) == 2
+    assert "advise: --records, --dim are missing" in capsys.readouterr().err
+
+
+def test_a_second_table_is_refused_with_what_to_do(capsys, tmp_path):
+    (tmp_path / "a.csv").write_text("x,y\n1,2\n")
+    assert main(["run", str(tmp_path / "a.csv"), str(tmp_path / "a.csv")]) == 2
+    shown = capsys.readouterr().err
+    assert "is one file too many, because it reads one table" in shown
+    assert "a column that names the hospital (client in the schema)" in shown

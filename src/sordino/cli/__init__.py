@@ -98,6 +98,12 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
     hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
+    if where in ("run", "sweep", "compare", "schema draft", "schema check") and os.path.isfile(rest[0]):
+        return SordinoError(
+            f"{where}: '{rest[0]}' is one file too many, because it reads one table. Join the files of several "
+            "hospitals into one, with a column that names the hospital (client in the schema), or keep them apart and "
+            "train over a network: sordino federate."
+        )
     return SordinoError(f"{where}: '{rest[0]}' is unknown.{hint}")
 
 

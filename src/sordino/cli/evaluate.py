@@ -44,14 +44,13 @@ def add(commands: Any) -> None:
         "evaluate",
         act,
         "test a trained model on protected records, with noise",
-        "sordino evaluate runs/mine --data test.csv --epsilon 0.5\n"
+        "sordino evaluate runs/mine test.csv --epsilon 0.5\n"
         "sordino evaluate runs/mine --data test.csv --epsilon 0.5 --trust secure-aggregation --json\n"
         "sordino evaluate runs/mine --data test.csv --epsilon 0.5 --ledger tests.db --limit 2",
     )
     parser.add_argument("model", metavar="RUN", help="a run's directory, its public/, or a model.safetensors")
-    parser.add_argument(
-        "--data", required=True, metavar="FILE", help="labelled test records, which training did not use"
-    )
+    parser.add_argument("table", nargs="?", metavar="FILE", help="labelled test records, which training did not use")
+    parser.add_argument("--data", metavar="FILE", help="the same as FILE")
     for flag, _, kind, text in NUMBERS:
         parser.add_argument(flag, type=kind, metavar="X", required=flag == "--epsilon", help=text)
     for flag, _, text in WORDS:
@@ -73,6 +72,12 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.secagg.keys import read_signer
     from sordino.training import noised_metrics, private_evaluation
 
+    if (arguments.table is None) == (arguments.data is None):
+        what = (
+            "the test records are missing" if arguments.data is None else "FILE and --data name the test records twice"
+        )
+        raise SordinoError(f"evaluate: {what}; write sordino evaluate RUN test.csv --epsilon 0.5.")
+    arguments.data = arguments.data or arguments.table
     if arguments.limit is not None and arguments.ledger is None:
         raise SordinoError("--limit: it is the limit of a ledger; name one with --ledger tests.db.")
     out = Path(arguments.out) if arguments.out else default_folder(Path(arguments.model))

@@ -80,7 +80,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"one of the arguments (.+) is required", message):
             raise SordinoError(f"{begin}give one of {', '.join(wrong[1].split())}; {see}.")
         if wrong := re.fullmatch(r"the following arguments are required: (.+)", message):
-            raise SordinoError(f"{begin}{wrong[1]} is missing; {see}.")
+            verb = "are" if "," in wrong[1] else "is"
+            raise SordinoError(f"{begin}{wrong[1]} {verb} missing; {see}.")
         raise SordinoError(f"{begin}{message}; {see}.")
 
 

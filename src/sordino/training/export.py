@@ -306,7 +306,8 @@ def _units_said(run: LoadedRun, what: str, ratio: str) -> str:
     """Comments: what an effect is about."""
     line = f"# {what}: of one unit of the table, which 'per' says, all else equal"
     line += f"; {ratio} = exp({what})" if ratio else ""
-    line += f". The intercept of {what} is that of a record with 0 in every number. Values beyond a public range are "
+    at_zero = "" if what == "log_hazard" else f" The intercept of {what} is that of a record with 0 in every number."
+    line += f".{at_zero} Values beyond a public range are "
     line += "clamped.\n"
     if run.normalize.partition(":")[0] == "table":
         line += (
