@@ -1028,7 +1028,7 @@ def _check_words(cert: Mapping[str, Any], problems: list[str], gaps: list[str]) 
         problems.append(f"the schedule is called '{cert['sampler']['schedule']}', and it is {' or '.join(schedules)}")
     if cert["certified"] and cert["sampler"]["schedule"] == GUESSABLE:
         problems.append("it says certified, although the schedule that hides clients can be guessed")
-    if cert["certified"] and law.kind == Sampler.POISSON and any(query["carried"] for query in cert["queries"]):
+    if cert["certified"] and law.kind == Sampler.POISSON and any(q["carried"] or q["stream"] for q in cert["queries"]):
         problems.append(f"it says certified, but nothing is proved for correlated noise under {law}")
     needed = [*assumptions_of(cert), *numerics_of(cert)]
     lost = [words for words in needed if words not in cert["assumes"] and words not in cert["numerics"]]
