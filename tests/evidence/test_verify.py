@@ -322,6 +322,8 @@ FORGED_WORDS = [
     ("rounds", "9", {}, "rounds: it must be a whole number, not '9'"),
     ("queries.0.step", math.nan, {}, "queries[].step: it must be a finite number"),
     ("audited", "by a university", {}, "audited: no certificate of this format has that field"),
+    ("queries.0.carried", False, {"name": "banded"}, "its noise is carried over 2 rounds"),
+    ("queries.0.carried", False, {"name": "inverse root"}, "and it says that none is"),
     ("site", {"name": "a", "client": 7, "rounds": 9, "data": ""}, {}, "site 7 is none of 7 clients"),
     ("site", {"name": "a", "client": 0, "rounds": 10, "data": ""}, {}, "the site answered 10 of 9 rounds"),
 ]

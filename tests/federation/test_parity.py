@@ -9,6 +9,7 @@ import torch
 
 from sordino.data.records import Records
 from sordino.engines import reference, simulate
+from sordino.errors import SordinoError
 from sordino.evidence.verify import verify
 from sordino.federation.coordinator import Coordinator
 from sordino.federation.site_run import StoredMemory
@@ -28,6 +29,14 @@ def simulated_rounds(federation, coordinator, engine=reference):
     records = Records.of(x, y, client, dtype=terms.number)
     plan = replace(terms.plan, sizes=records.sizes)  # which the terms do not know where whole sites are protected
     return list(engine.run(plan, terms.model, records, Seeded(federation.seed)))
+
+
+def found_or_refused(place, words):
+    """Whether a certificate is told to be wrong with these words."""
+    try:
+        return any(words in each for each in verify_run(place, against_terms=against_terms).problems)
+    except SordinoError as error:
+        return words in str(error)
 
 
 CASES = [
@@ -64,6 +73,13 @@ def test_the_model_is_the_simulators(federation, method, trust, keys):
             "certified: the certificate says true" in each
             for each in verify_run(place, against_terms=against_terms).problems
         )
+        for key, value, words in (
+            ("execution", "and a university supervised it", "execution: the certificate says"),
+            ("site", cert["site"] | {"rounds": cert["rounds"] - 1}, "paid for"),
+            ("site", cert["site"] | {"client": len(federation.names)}, "no group of clients has that one"),
+        ):
+            (place / "certificate.json").write_text(json.dumps({**cert, key: value}))
+            assert found_or_refused(place, words), (key, value)
         (place / "certificate.json").write_text(whole)
         assert not cert["certified"]  # seeded
         assert cert["epsilon"] <= 8 * (1 + 1e-9)

@@ -383,8 +383,11 @@ def numbers_of(text: str, clients: int) -> list[int]:
 def group_of_site(cert: Mapping[str, Any]) -> Mapping[str, Any]:
     """The group of the site that a certificate is of. Its epsilon may be stricter than that of other sites."""
     number, clients = cert["site"]["client"], int(cert["clients"])
-    found: Mapping[str, Any] = next(g for g in cert["groups"] if number in numbers_of(g["clients"], clients))
-    return found
+    groups: list[Mapping[str, Any]] = cert["groups"]
+    for group in groups:
+        if number in numbers_of(group["clients"], clients):
+            return group
+    raise SordinoError(f"certificate: its site has the number {number}, and no group of clients has that one.")
 
 
 def _common(values: np.ndarray, clients: Sequence[int]) -> float | list[float]:

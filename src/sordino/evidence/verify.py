@@ -993,6 +993,11 @@ def _check_ranges(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append(f"the source of the noise '{cert['noise_source']}' is unknown")
     if (person := cert.get("person")) and person.get("choice") not in PERSON_CHOICES:
         problems.append(f"person: records are chosen in the way '{person.get('choice')}', which is unknown")
+    for query in (query for query in cert["queries"] if "factor" in query):
+        factor = query["factor"]
+        bands = len(factor["diagonals"]) if "diagonals" in factor else int(factor["inverse_band"])
+        if min(bands, int(factor["rounds"])) > 1 and not query["carried"]:
+            problems.append(f"{query['query']}: its noise is carried over {bands} rounds, and it says that none is")
     laws = {query["query"]: query["mechanism"] for query in cert["queries"]}
     for release in (r for group in cert["groups"] for r in group["releases"]):
         law, own = laws.get(release["query"]), release.get("mechanism")

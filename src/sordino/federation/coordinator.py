@@ -38,7 +38,7 @@ from sordino.federation.messenger import Messenger, Transport, about, reason_of
 from sordino.federation.progress import COORDINATOR_LOCK, parsed, read_lines
 from sordino.federation.secure_sum import Arrays, SecureSum, parts
 from sordino.federation.study_queue import ASKED_AGAIN
-from sordino.federation.terms import DRAWN
+from sordino.federation.terms import DRAWN, carried_out
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.witness import RECEIPTS, Receipts
 from sordino.foreign import printable
@@ -427,7 +427,7 @@ class Coordinator:
             version=__version__,
             spec_sha256=hashlib.sha256(self.terms.spec.encode()).hexdigest(),
             names=self.terms.names,
-            execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
+            execution=carried_out(self.plan.clients),
             assumes=[DRAWN, *self.terms.assumptions],
             model_sha256=model_sha256,
             schema_sha256=schema_sha256,

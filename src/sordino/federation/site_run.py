@@ -30,7 +30,7 @@ from sordino.evidence.spent import Charge
 from sordino.evidence.statement import issue
 from sordino.federation import counting, masks, readmes, run_keys, testing
 from sordino.federation.site_data import SiteData
-from sordino.federation.terms import EVALUATED, Terms, told_by_the_coordinator
+from sordino.federation.terms import EVALUATED, Terms, carried_out, told_by_the_coordinator
 from sordino.federation.testing import AgreedEvaluation
 from sordino.federation.weights import check_weights
 from sordino.models.tally import ColumnTally
@@ -547,7 +547,7 @@ class SiteRun:
                 ledger_head=ledger.head(),
                 ledger_rows=len(ledger),
                 names=self.terms.names,
-                execution=f"as a federation of {plan.clients} sites; this is what {site.config.name} states",
+                execution=carried_out(plan.clients, site.config.name),
                 assumes=[*assumes, unseen(paid)],
             )
             spent = ledger.spent_epsilon(who, site.config.delta)

@@ -104,6 +104,18 @@ def federated(values: Mapping[str, Any]) -> Spec:
     return Spec.of(values)
 
 
+def carried_out(sites: int, name: str | None = None) -> str:
+    """How a federation ran, and who says so.
+
+    Args:
+      sites: how many sites there are.
+      name: of the site whose certificate it is; None for the coordinator's.
+    """
+    return f"as a federation of {sites} sites; this is " + (
+        "the coordinator's statement" if name is None else f"what {name} states"
+    )
+
+
 def told_by_the_coordinator(answered: int, rounds: int) -> str:
     """What a site's certificate assumes of the result that it names.
 
@@ -506,7 +518,7 @@ def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
         Seeded(0) if seeded else Secure(),
         version=cert["sordino"],
         names=terms.names,
-        execution=cert["execution"],
+        execution=carried_out(len(terms.names), cert["site"]["name"] if "site" in cert else None),
         assumes=[*terms.assumptions, stated] if "site" in cert else [stated, *terms.assumptions],
     )
     yield from differences(cert, rebuilt)

@@ -30,7 +30,7 @@ from sordino.errors import SordinoError
 from sordino.evidence.certificate import certificate
 from sordino.evidence.signing import sha256
 from sordino.evidence.statement import issue
-from sordino.federation.terms import DRAWN, Terms
+from sordino.federation.terms import DRAWN, Terms, carried_out
 from sordino.models.hazards import Hazards
 from sordino.models.tally import Tally
 from sordino.privacy.mechanisms.random import Secure, Source
@@ -130,7 +130,7 @@ class AgreedEvaluation:
             model_sha256=sha256(model),
             metrics_sha256=sha256(out / EVALUATION_FILE),
             names=self.terms.names,
-            execution=f"as a federation of {self.plan.clients} sites; this is the coordinator's statement",
+            execution=carried_out(self.plan.clients),
             assumes=[DRAWN, *assumes],
         )
         cert, text = issue(cert)

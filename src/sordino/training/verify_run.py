@@ -299,6 +299,8 @@ def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
         rows = [row for row in book.rows() if row.plan == run and row.is_release]
     mine = group_of_site(cert)
+    if (answered := len({row.round for row in rows})) != cert["site"]["rounds"]:
+        yield f"the site paid for {answered} rounds, and the certificate says that it answered {cert['site']['rounds']}"
     streams = {query["query"] for query in cert["queries"] if query["stream"]}
     for release in mine["releases"]:
         charged = [row for row in rows if row.query == release["query"]]
