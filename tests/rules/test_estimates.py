@@ -29,6 +29,15 @@ def test_the_factor_is_the_root_and_grows_with_the_noise():
         assert math.isclose(moved(factor, noise), 1.0, rel_tol=1e-6)
 
 
+@pytest.mark.parametrize("noise", [0.0, 1e-2, 1.0, 1e4])
+def test_weights_of_classes_leave_less_to_raise(noise):
+    weight = 0.1
+    factor = float((raised(H, P, torch.tensor(noise), torch.tensor(weight)) / P)[0])
+    plain = float((raised(H, P, torch.tensor(noise)) / P)[0])
+    assert 1 <= factor <= plain
+    assert math.isclose(moved(factor, noise), weight, rel_tol=1e-6) if factor > 1.001 else moved(factor, noise) > weight
+
+
 def test_runs_of_a_batch_are_computed_as_alone():
     noises = torch.tensor([[0.0], [0.1], [50.0]], dtype=torch.float64)
     together = raised(H.expand(3, -1), P.expand(3, -1), noises)

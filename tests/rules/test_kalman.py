@@ -23,12 +23,12 @@ KALMAN = importlib.import_module("sordino.rules.kalman")  # the name also means 
 ROWS, OUTPUTS = 4, 3
 
 
-def learning(noise, true, rounds=12, **changes):
-    """`kalman` on a quadratic of curvature true h, from a state with exact A."""
+def learning(noise, true, rounds=12, scale=1.0, records=10**9, **changes):
+    """`kalman` on a quadratic of curvature true h, from a state with exact A, which weights of classes scale."""
     rule = kalman(clip=1e6, most=1e6, prior=1.0, doubt=10.0)
     theta = torch.zeros(ROWS * OUTPUTS, dtype=torch.float64)
-    facts = Facts(1, np.array([10**9]), rounds, 1.0, noise, ((ROWS, OUTPUTS),), **changes)
-    A = torch.diag(torch.tensor([0.1, 0.3, 1.0, 4.0], dtype=torch.float64))
+    facts = Facts(1, np.array([records]), rounds, 1.0, noise, ((ROWS, OUTPUTS),), **changes)
+    A = scale * torch.diag(torch.tensor([0.1, 0.3, 1.0, 4.0], dtype=torch.float64))
     first = estimate_covariance(1e6)
     _, before = first.update(A, first.init(theta, replace(facts, aggregate_std=0.0), ()), theta, 0)
     state, wanted = rule.init(theta, facts, before), torch.ones_like(theta)
@@ -51,6 +51,16 @@ def test_steps_do_not_oscillate_where_the_curvature_is_larger_than_it_was_at_zer
 def test_under_much_noise_nothing_changes(monkeypatch):
     monkeypatch.setattr(KALMAN, "TRAINED", 1.0)
     assert learning(10.0, 5.0) == pytest.approx(learning(10.0, 5.0, same_records=False), rel=1e-3)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 1e-2])
+def test_records_of_weight_w_are_w_records(noise):
+    """One weight for all classes scales A, gradients and noise; neither steps nor the ridge may change."""
+    plain = learning(noise, 3.0, records=200)
+    weighted = learning(noise / 50, 3.0, scale=1 / 50, mean_weight=1 / 50, records=200 * 50)
+    assert weighted == pytest.approx(plain, rel=1e-6)
+    unaware = learning(noise / 50, 3.0, scale=1 / 50, records=200 * 50)  # the mutant: weights are not known
+    assert unaware != pytest.approx(plain, rel=1e-3)
 
 
 def test_without_noise_training_ends_at_the_optimum_of_the_ridge_loss():

@@ -36,6 +36,7 @@ class Setting(NamedTuple):
     numeric: Tensor  # 1 if labels are quantities or counts, else 0
     mean_noise: Tensor  # variance of the noise on the mean of all gradients
     pull: Tensor  # the ridge over |u|^2
+    weight: Tensor  # the expected mean weight of a record; 1 where classes have none
 
 
 class Secant(NamedTuple):
@@ -64,7 +65,7 @@ def std_of(theta: Tensor, facts: Facts, number: int = 0) -> Tensor:
 
 
 def noise_variance(theta: Tensor, facts: Facts, number: int = 0, unit: float = 1.0) -> Tensor:
-    """The variance of the noise on a gradient, relative to what weights of classes leave of it.
+    """The variance of the noise on a gradient.
 
     Args:
         theta: Parameters, whose type the result has.
@@ -72,7 +73,7 @@ def noise_variance(theta: Tensor, facts: Facts, number: int = 0, unit: float = 1
         number: Of the gradient among the noised queries of the stage.
         unit: That the gradient is released in.
     """
-    return (std_of(theta, facts, number) * (unit / facts.mean_weight)).square()
+    return (std_of(theta, facts, number) * unit).square()
 
 
 def setting_of(theta: Tensor, facts: Facts, clip: float, covariance_std: Tensor, mean_noise: Tensor) -> Setting:
@@ -82,7 +83,8 @@ def setting_of(theta: Tensor, facts: Facts, clip: float, covariance_std: Tensor,
     residual = LABEL if facts.numeric else math.sqrt(1 - 1 / outputs)
     kinds = float(facts.numeric and not facts.rates) * one, float(facts.numeric) * one
     pull = pull_of(theta, facts, clip, mean_noise)
-    return Setting(covariance_std, outputs * one, residual * one, *kinds, mean_noise, pull)
+    weight = facts.mean_weight * one
+    return Setting(covariance_std, outputs * one, residual * one, *kinds, mean_noise, pull, weight)
 
 
 def pull_of(theta: Tensor, facts: Facts, clip: float, mean_noise: Tensor) -> Tensor:
@@ -90,12 +92,14 @@ def pull_of(theta: Tensor, facts: Facts, clip: float, mean_noise: Tensor) -> Ten
 
     A Gaussian prior of the weights under which a logit has the variance TRAINED_LOGIT^2 is a ridge of
     |u|^2 / (TRAINED_LOGIT^2 N) on the mean loss of N records. It counters what is particular to these records, so it
-    fades where noise hides that: `sampling` is the variance of a mean gradient over N records, per parameter.
+    fades where noise hides that: `sampling` is the variance of a mean gradient over N records, per parameter. Where
+    classes have weights, N is their sum over the records. The largest weight is 1, so the effective number of records,
+    (sum w)^2 / sum w^2, is at least that.
     """
-    records = float(facts.sizes.sum())
+    records = float(facts.sizes.sum()) * facts.mean_weight
     if facts.numeric or not records:  # at client level sizes are not public
         return 0 * mean_noise
-    sampling = clip**2 / (theta.shape[-1] * records)
+    sampling = (clip * facts.mean_weight) ** 2 / (theta.shape[-1] * records)
     return sampling / (sampling + mean_noise) / (TRAINED_LOGIT**2 * records)
 
 
@@ -124,19 +128,21 @@ def edge_of(std: Tensor, rows: int) -> Tensor:
     return std * math.sqrt(2 * rows)
 
 
-def raised(h: Tensor, P: Tensor, noise: Tensor) -> Tensor:
+def raised(h: Tensor, P: Tensor, noise: Tensor, weight: Tensor | float = 1.0) -> Tensor:
     """P times the factor at which the noise of all steps moves a logit as far as it does without much noise.
 
     The predicted class does not depend on the scale of the logits, so a small model gains nothing where the gradients
     are mostly noise, and larger steps learn more. Steps of P h / nu^2 add up to P h / noise. Later gradients correct
     earlier noise, so along an eigenvector it keeps P h (1 - exp(-2 h^2 P / noise)) / 2 h of variance. With P = s P_0 it
     moves a logit by s mean(1 - exp(-2 s h^2 P_0 / noise)) / 2 of variance, in units of the prior's. Without much noise
-    that is s / 2, and s is 1. With more noise s is the root of s mean(1 - exp(…)) = 1.
+    that is s / 2, and s is 1. With more noise s is the root of s mean(1 - exp(…)) = 1. Where classes have weights, 1 on
+    the right is replaced by their mean, `weight`, because fewer records count; s is at least 1.
 
     Args:
         h: Curvature along the eigenvectors of A.
         P: Variance of theta* along them, before training.
         noise: Variance of the noise on the mean of all gradients.
+        weight: The expected mean weight of a record.
 
     Returns:
         s P.
@@ -147,7 +153,7 @@ def raised(h: Tensor, P: Tensor, noise: Tensor) -> Tensor:
     for _ in range(RAISING_STEPS):  # bisect log s
         middle = (low + high) / 2
         s = middle.exp()
-        enough = s * -torch.expm1(-s * rate).mean(-1, keepdim=True) >= 1
+        enough = s * -torch.expm1(-s * rate).mean(-1, keepdim=True) >= weight
         low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
     return (high.exp() * P.double()).to(P)
 

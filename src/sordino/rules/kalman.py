@@ -11,8 +11,7 @@ with P as releases are averaged. For least squares of labels in [-1, 1] the same
 nothing saturates, and too small an h makes steps that overshoot, so h is at least the edge of the noise on A. `doubt`
 concerns h, which decreases as the model fits: it keeps P and the steps above 0. The curvature of a Poisson rate grows
 with it, so h is multiplied by the rate of the mean record where that is above 1. Weights of classes, whose largest is
-1, make the signal smaller and leave the noise as it is: nu is divided by the mean weight of a record. (h is not
-multiplied by it, because the clip makes steps of 1 / h overshoot then.)
+1, are in A, and so in h. P follows from A over the mean weight of a record, so that a logit has the same variance.
 
 For classes, two corrections count where there is little noise. The curvature between two of c classes reaches A / 2,
 far above A / c, and steps of 1 / h oscillate there. Differences of released gradients show it (`measured`); as far as
@@ -237,8 +236,9 @@ def begun(
     edge = edge_of(setting.covariance_std.to(value), rows)
     certain = torch.where(setting.careful > 0, value.maximum(edge), value)
     h = trained * certain / outputs * cut_of(value, setting, clip)  # clipping lowers the curvature
-    P = prior**2 / (rows * value)
-    P = torch.where(setting.numeric > 0, P, raised(h, P, setting.mean_noise))  # of numbers, a larger model is wrong
+    P = prior**2 * setting.weight / (rows * value)
+    larger = raised(h, P, setting.mean_noise, setting.weight)
+    P = torch.where(setting.numeric > 0, P, larger)  # of numbers, a larger model is wrong
     return state._replace(vectors=vectors, curvature=h, variance=P, ridge=setting.pull * length.square())
 
 
