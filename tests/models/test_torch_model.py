@@ -491,6 +491,23 @@ def test_what_rows_of_few_numbers_hide_is_refused(net, word, check):
         TorchModel(net(), shape=(6,), check=check)
 
 
+def test_a_refusal_names_the_layer_from_which_on_rows_meet():
+    net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.LSTM(2, 3), Last())
+    with pytest.raises(
+        SordinoError, match=r"other rows, from layer '2\.cell.*batch_first|from layer '3' on.*batch_first"
+    ):
+        TorchModel(net, shape=(6,))
+    with pytest.raises(SordinoError, match="other rows, from layer 'last' on"):
+        TorchModel(Around(lambda self, h: h - h.mean(0)), shape=(6,))
+    with pytest.raises(SordinoError, match=r"batch norm \(1\) mixes examples"):
+        TorchModel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+
+
+class Last(nn.Module):
+    def forward(self, states):
+        return states[0][:, -1]
+
+
 UNFIT = [
     (lambda: nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Flatten(), nn.Linear(24, 3)), "0 has max_norm"),
     (lambda: Around(p=nn.Parameter(torch.zeros(4, dtype=torch.complex64))), "p is not real"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -21,7 +22,7 @@ from sordino.models.per_example import Owned, Use
 # How far, of the largest output, those of one row may differ by its place and the number of rows.
 LOOSE, LOOSE_HALVES = 0.01, 0.1
 MEETS = (
-    "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate. The first "
+    "module: its output for one row depends on the other rows{}, which no clip bounds; keep rows separate. The first "
     "axis is that of records, so recurrent layers and attention need batch_first=True."
 )
 
@@ -232,7 +233,7 @@ def check_apart(model: FlatModel) -> None:
     meets = any(not equal(still[k], other[k]) for k, other in others)
     meets |= equal(predicted, once_more) and not equal(predicted[0], elsewhere[0])
     if meets or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4):
-        raise SordinoError(MEETS)
+        raise SordinoError(MEETS.format(_where(model, rows, run)))
 
 
 def _mixes(rows: Tensor) -> list[tuple[int, Tensor]]:
@@ -256,6 +257,31 @@ def _wild(model: FlatModel, rows: Tensor, run: Callable[[Tensor], Tensor]) -> li
         with suppress(RuntimeError, ValueError, IndexError, AssertionError, SordinoError):  # it refuses such numbers
             found.append((keep, run(mix)))
     return found
+
+
+def _where(model: FlatModel, rows: Tensor, run: Callable[..., Tensor]) -> str:
+    """Words for the first layer whose output for a row changes with other rows; none if no layer alone shows it."""
+    names = {part: name for name, part in model.module.named_modules() if name}
+    with torch.no_grad(), watch.Still():
+        for (keep, mix), train in itertools.product(_mixes(rows), (True, False)):
+            seen: list[list[tuple[str, Tensor]]] = []
+
+            def hook(part: nn.Module, args: Any, out: Any, seen: list[list[tuple[str, Tensor]]] = seen) -> None:
+                if isinstance(out, Tensor) and len(out) == len(rows):
+                    seen[-1].append((names[part], out.clone()))
+
+            handles = [part.register_forward_hook(hook) for part in names]
+            try:
+                for x in (rows, mix):
+                    seen.append([])
+                    run(x, train=train, rewind=False)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            for (name, one), (_, other) in zip(*seen, strict=False):
+                if one.shape == other.shape and not torch.equal(one[keep].nan_to_num(), other[keep].nan_to_num()):
+                    return f", from layer '{name}' on"
+    return ""
 
 
 def _far(one: Tensor, other: Tensor, halves: bool) -> bool:
@@ -298,7 +324,7 @@ def agrees(model: FlatModel) -> bool:
             ) from error
         with torch.no_grad():
             if not torch.allclose(torch.cat([objective.read(z) for z in alone]), objective.read(together), 1e-4, 1e-6):
-                raise SordinoError(MEETS)
+                raise SordinoError(MEETS.format(""))
             each = torch.cat([objective.losses(z, label.reshape(1)) for z, label in zip(alone, y, strict=True)])
             if not torch.allclose(each, objective.losses(together, y), 1e-4, 1e-6):
                 raise SordinoError(

@@ -771,7 +771,10 @@ def _copied(module: nn.Module) -> nn.Module:
     unroll(module)
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
+            raise SordinoError(
+                f"module: batch norm{f' ({name})' if name else ''} mixes examples; convert the module with "
+                "sordino.models.torch_model.group_norm(module)."
+            )
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
             raise SordinoError(
                 f"module: {name} has max_norm, which overwrites the rows of the tokens that occur; leave max_norm out."
