@@ -29,7 +29,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
     - `read`: whether a number that follows from the rows becomes a number of Python, as in `if x.sum() > 0`. Which
       branch is taken, for all rows, may then depend on any of them.
-    - `generator`: whether random numbers come from a generator that the module holds.
+    - `draws`: whether random numbers are drawn, and `generator`: whether from one that the module holds.
 
     Args:
       x: the rows. What is computed from them is followed by the memory in which it lies.
@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, x: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[str] = set()
-        self.read = self.generator = False
+        self.read = self.draws = self.generator = False
         self._from_rows = {_place(x)}
         self._reads = _Reads(self)
 
@@ -62,6 +62,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             selects = any(isinstance(index, Tensor) and index.dtype in masks for index in args[1])
         else:
             selects = torch.Tag.dynamic_output_shape in func.tags
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.generator |= any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
         follows = any(self.follows(tensor) for tensor in given)
         if name.startswith("aten._local_scalar_dense"):
