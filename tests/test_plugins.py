@@ -254,7 +254,7 @@ def test_a_file_cannot_name_code(own, capsys):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("normed", "batch norm mixes examples"),
+        ("normed", r"batch norm \(\d+\) mixes examples"),
         ("recurrent", r"single examples of memory \(OwnLSTM\) cannot be computed"),
         ("mixing", "its output for one row depends on the other rows"),
         ("shapeless", r"returns the pair \(module, \(1, 28, 28\)\)"),

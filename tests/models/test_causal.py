@@ -260,6 +260,21 @@ def test_a_classifier_is_no_language_model(model):
         causal.generate(model, model.init(), [])
 
 
+def test_encoders_are_no_language_models(tmp_path):
+    """One lacks the head that says the next token, the other has it and reads the token that it is to predict."""
+    from transformers import RobertaConfig, RobertaForMaskedLM, RobertaForSequenceClassification
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = RobertaConfig(vocab_size=9, max_position_embeddings=40, initializer_range=0.3, **sizes)
+    for kind, words in (
+        (RobertaForSequenceClassification, "lacks lm_head.*random and frozen"),
+        (RobertaForMaskedLM, "reads the tokens that it is to predict.*such as GPT-2"),
+    ):
+        kind(config).save_pretrained(tmp_path / kind.__name__)
+        with pytest.raises(SordinoError, match=words):
+            causal.build(tmp_path / kind.__name__, length=LENGTH)
+
+
 def test_a_model_that_routes_tokens_to_experts_is_refused_by_name(tmp_path, folder):
     """Its folder names them in a field; without the field, a layer does. Layers of a dense model do not."""
     from transformers import GPT2LMHeadModel, MixtralForCausalLM

@@ -401,6 +401,169 @@ def test_rows_that_meet_are_refused_without_the_check_of_gradients(autocast):
     assert TorchModel(net["numbers"], shape=(6,), autocast=autocast, check=False).outputs == 3
 
 
+class Around(nn.Module):
+    """Two linear layers, and a function of module and numbers between them."""
+
+    def __init__(self, between=lambda self, h: h, before=lambda self, x: x, **held):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+        self.between, self.before = between, before
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.last(self.between(self, torch.tanh(self.first(self.before(self, x)))))
+
+
+def keeps(self, h):
+    """A mean of earlier batches in an attribute, which no buffer shows."""
+    self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0) if self.training else self.mean
+    return h - self.mean
+
+
+def counts(self, h):
+    self.passes += 1
+    return h * (0.5 if self.passes > 1000 else 1.0)
+
+
+def writes(self, h):
+    if self.training:
+        self.frozen.data = 0.9 * self.frozen.data + 0.1 * h.detach().mean(0)
+    return h
+
+
+def centred_in_training(self, h):
+    return nn.functional.dropout(h - h.mean(0), 0.3) if self.training else h
+
+
+def mixed_up(self, h):
+    return (h + h[torch.randperm(len(h))]) / 2 if self.training else h
+
+
+def own_numbers(self, h):
+    return h * torch.from_numpy(self.rng.random(h.shape) > 0.3) if self.training else h
+
+
+def own_generator(self, h):
+    return h * (torch.rand(h.shape, generator=torch.Generator().manual_seed(0)) > 0.3) if self.training else h
+
+
+def seeds(self, h):
+    torch.manual_seed(0)
+    return nn.functional.dropout(h, 0.3, self.training)
+
+
+def registers(self, h):
+    if not hasattr(self, "seen"):
+        self.register_buffer("seen", h.detach().mean(0))
+    return h - self.seen
+
+
+MEETING = [
+    (lambda: Around(centred_in_training), "other rows"),
+    (lambda: Around(mixed_up), "other rows"),
+    (lambda: Around(lambda self, h: h.cumsum(0)), "other rows"),  # the first row is its own
+    (lambda: Around(lambda self, h: h + torch.arange(len(h)).unsqueeze(1)), "other rows"),
+    (lambda: Around(lambda self, h: h / len(h)), "other rows"),
+    (lambda: Around(before=lambda self, x: x - torch.relu(-x).mean(0)), "other rows"),  # with negative numbers
+    (lambda: Around(before=lambda self, x: x * torch.where(x.amax(0) > 9, 2.0, 1.0)), "other rows"),  # with large ones
+    (lambda: nn.Sequential(nn.Unflatten(1, (2, 3)), nn.TransformerEncoderLayer(3, 1, 4), nn.Flatten()), "batch_first"),
+    (lambda: Around(before=lambda self, x: -x if x.sum() < 0 else x), "into Python"),
+    (lambda: Around(before=lambda self, x: -x if sum(x.tolist()[0]) < 0 else x), "into Python"),
+    (lambda: Around(before=lambda self, x: -x if x.detach().numpy().sum() < 0 else x), "into Python"),
+    (lambda: Around(keeps, mean=torch.zeros(4)), "mean differ.* from earlier passes"),
+    (lambda: Around(counts, passes=0), "passes differ"),
+    (lambda: Around(writes, frozen=nn.Parameter(torch.zeros(4), requires_grad=False)), "frozen differ"),
+    (lambda: Around(own_numbers, rng=np.random.default_rng(0)), "outputs differ.*of NumPy"),
+    (lambda: Around(own_generator), "generator= out"),
+    (lambda: Around(seeds), "leave manual_seed"),
+    (lambda: Around(registers), r"a buffer \(seen\) changes"),
+    (lambda: Around(before=lambda self, x: x.mul_(2)), "overwrites the records"),
+    (lambda: Around(before=lambda self, x: x.clamp_(-1, 1)), "overwrites the records"),
+]
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(("net", "word"), MEETING)
+def test_what_rows_of_few_numbers_hide_is_refused(net, word, check):
+    """Each of these once trained: one record moved a sum by up to 2.8 clips, or a batch left something behind."""
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(net(), shape=(6,), check=check)
+
+
+def test_a_refusal_names_the_layer_from_which_on_rows_meet():
+    net = nn.Sequential(nn.Linear(6, 4), nn.Unflatten(1, (2, 2)), nn.LSTM(2, 3), Last())
+    with pytest.raises(
+        SordinoError, match=r"other rows, from layer '2\.cell.*batch_first|from layer '3' on.*batch_first"
+    ):
+        TorchModel(net, shape=(6,))
+    with pytest.raises(SordinoError, match="other rows, from layer 'last' on"):
+        TorchModel(Around(lambda self, h: h - h.mean(0)), shape=(6,))
+    with pytest.raises(SordinoError, match=r"batch norm \(1\) mixes examples"):
+        TorchModel(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)))
+
+
+class Last(nn.Module):
+    def forward(self, states):
+        return states[0][:, -1]
+
+
+UNFIT = [
+    (lambda: nn.Sequential(nn.Embedding(7, 4, max_norm=1.0), nn.Flatten(), nn.Linear(24, 3)), "0 has max_norm"),
+    (lambda: Around(p=nn.Parameter(torch.zeros(4, dtype=torch.complex64))), "p is not real"),
+    (lambda: Around(lambda self, h: h.bfloat16(), last=nn.Linear(4, 3).bfloat16()), "bfloat16 and float32.*autocast"),
+    (lambda: Around(bn=nn.LazyBatchNorm1d()), "lazy layer"),
+    (lambda: Around(last=nn.utils.weight_norm(nn.Linear(4, 3))), "cannot be copied.*parametrizations.weight_norm"),
+    (lambda: torch.jit.script(mlp()), "hides its layers"),
+    (lambda: nn.DataParallel(mlp()), r"which is its \.module"),
+    (lambda: Around(lambda self, h: nn.functional.batch_norm(h, None, None, training=True)), "other rows|row alone"),
+    (lambda: Around(lambda self, h: h * (h >= h.topk(2, 0).values[-1])), "other rows|row alone"),
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("net", "word"), UNFIT)
+def test_modules_that_do_not_fit_are_refused_by_name(net, word):
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(net(), shape=(6,))
+
+
+class Gumbel(nn.Module):
+    """Draws when it predicts, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(nn.functional.gumbel_softmax(self.first(x)))
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.last = nn.Embedding(7, 4, sparse=True), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.last(self.words(x.long()).mean(1))
+
+
+SERVED = [
+    Gumbel,
+    lambda: nn.Sequential(nn.Linear(6, 4), nn.RReLU(), nn.Linear(4, 3)),
+    Sparse,
+    lambda: Around(lambda self, h: setattr(self, "shown", h.detach()) or h),  # kept to be looked at, and not read
+]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("net", SERVED)
+def test_what_draws_or_shows_is_served(net):
+    flat = TorchModel(net(), shape=(6,))
+    shard = Shard(torch.ones(4, 6), torch.zeros(4).long(), torch.ones(4))
+    assert flat.clipped_sum(flat.init(), shard, 1.0).norm() <= 4
+
+
 def test_batch_norm_converts():
     net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
     net[1].weight.data = torch.arange(8.0)

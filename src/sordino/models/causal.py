@@ -126,6 +126,14 @@ def _special_tokens(about: Any, weights: str | Path) -> SpecialTokens:
     return SpecialTokens(pad, end, frozenset(known), int(about.vocab_size))
 
 
+def _reads_backwards(network: nn.Module) -> bool:
+    """Whether what a model says at a token follows from that token and earlier ones alone."""
+    ids = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]], device=next(network.parameters()).device)
+    with torch.no_grad():
+        one, other = network.eval()(input_ids=ids).logits[:, :-1]
+    return torch.allclose(one, other, 1e-3, 1e-3 * float(one.abs().max()))
+
+
 def build(
     weights: str | Path,
     *,
@@ -167,8 +175,13 @@ def build(
       >>> from sordino.models import causal
       >>> model = causal.build("gpt2", length=64)  # doctest: +SKIP
     """
-    network = loaded(library().AutoModelForCausalLM, weights)
+    network = loaded(library().AutoModelForCausalLM, weights, whole=True)
     about: Any = network.config
+    if not _reads_backwards(network):
+        raise SordinoError(
+            f"weights: the {type(network).__name__} in '{weights}' reads the tokens that it is to predict, as encoders "
+            "do; name the folder of a causal language model, such as GPT-2."
+        )
     special = _special_tokens(about, weights)
     if not 2 <= length <= about.max_position_embeddings:
         raise SordinoError(f"length: {length} must lie between 2 and {about.max_position_embeddings}, the positions.")

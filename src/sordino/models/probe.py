@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
-from sordino.models import per_example
+from sordino.models import per_example, watch
 from sordino.models.objective import Objective
 from sordino.models.per_example import Owned, Use
+
+# How far, of the largest output, those of one row may differ by its place and the number of rows.
+LOOSE, LOOSE_HALVES = 0.01, 0.1
+MEETS = (
+    "module: its output for one row depends on the other rows{}, which no clip bounds; keep rows separate. The first "
+    "axis is that of records, so recurrent layers and attention need batch_first=True."
+)
 
 
 class FlatModel(Protocol):
@@ -74,7 +81,7 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
     first = next(iter(trained.values()))
     x, y = model.shaped(_rows_like(2, model.features).to(first)), model.objective.labels_of(torch.zeros(2), first)
     weights, saved = {tuple(sorted(p.shape)) for p in module.parameters()}, dict[int, int]()
-    before = [buffer.clone() for buffer in module.buffers()]
+    before, given = {name: buffer.clone() for name, buffer in module.named_buffers()}, x.clone()
     helps, wide, held, lasting = [False], [0], [0], [0]
 
     def visit(use: Use) -> None:
@@ -100,6 +107,11 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
             raise
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise SordinoError(f"shape: the module fails on rows of shape {model.shape}: {error}") from error
+        if not torch.equal(x, given):
+            raise SordinoError(
+                "module: it overwrites the records that it reads, as x.mul_(2) or x -= 1 do; use an operation that "
+                "returns a new tensor."
+            )
         outs = [model.objective.read(each) for each in returned]
         if outs[0].dim() != 2 or len(outs[0]) != 2:
             raise SordinoError(
@@ -110,8 +122,13 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
             per_example.sweep(module, trained, x, y, model.objective.total, visit, owned if ruled else [])
         except (RuntimeError, SordinoError):
             ruled = False
-    if any(not torch.equal(old, new) for old, new in zip(before, module.buffers(), strict=True)):
-        raise SordinoError("module: a buffer changes in training and would carry data around the clip; see group_norm.")
+    after = dict(module.named_buffers())
+    changed = [name for name in after if name not in before or not torch.equal(before[name], after[name])]
+    if changed or len(before) != len(after):
+        raise SordinoError(
+            f"module: a buffer ({', '.join(changed[:3])}) changes in training and would carry data around the clip; "
+            "see group_norm."
+        )
     better = helps[0] and model.autocast is None and not model.grouped
     mode = ("two-pass" if better else "tape") if ruled else "vmap"
     rest = 2 * sum(saved.values()) + wide[0]
@@ -134,79 +151,150 @@ def _moved(theta: Tensor) -> Tensor:
     return theta + 0.01 * torch.randn(len(theta), generator=torch.Generator().manual_seed(0)).to(theta)
 
 
-class _Shapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operations whose products have as many rows as the data say: selections, and groups of rows.
-
-    `index` alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.found: set[str] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        if name == "aten.index.Tensor":
-            masks = (torch.bool, torch.uint8)
-            selects = any(isinstance(index, Tensor) and index.dtype in masks for index in args[1])
-        else:
-            selects = torch.Tag.dynamic_output_shape in func.tags
-        if selects or "grouped_mm" in name:
-            self.found.add(name)
-        return func(*args, **(kwargs or {}))
-
-
 def check_apart(model: FlatModel) -> None:
     """Refuse a module in which what is computed of one row depends on other rows, even in the last digit.
 
-    The proof of the clip needs this by assumption (P) of docs/proofs.md: shapes depend on public numbers alone. Three
-    passes change what the other rows hold, and nothing else. No position and no shape changes, so that a library that
-    rounds by position or by blocks returns the same bits; equality is asked for in the type of the run. The operations
-    of one pass are searched for shapes that depend on data, because few rows need not show what many would.
+    The proof of the clip needs this by assumption (P) of docs/proofs.md: shapes depend on public numbers alone, and
+    nothing stays from earlier passes. Passes change what the other rows hold, and nothing else. No position and no
+    shape changes, so that a library that rounds by position or by blocks returns the same bits; equality is asked for
+    in the type of the run. Random numbers are constants meanwhile. The operations of one pass are
+    searched for shapes and branches that depend on data, because few rows need not show what many would.
 
     Args:
-      model: the model. Outputs are compared in evaluation mode, without dropout.
+      model: the model.
 
     Raises:
-      SordinoError: a shape depends on data, or an output changes with another row.
+      SordinoError: a shape or a branch depends on data, an output changes with another row, with the place of the row
+        or with the number of rows, or passes leave something behind.
     """
     first = next(iter(model.trained.values()))
     start = torch.cat([p.detach().flatten() for p in model.trained.values()])
-    params, rows = dict(model.split(_moved(start))), _rows_like(4, model.features).to(first)
-    seen, training = _Shapes(), model.module.training
+    params, rows = dict(model.split(_moved(start))), _rows_like(3, model.features).to(first)
+    training = model.module.training
 
-    def run(x: Tensor) -> Tensor:
-        return model.objective.read(functional_call(model.module, params, (model.shaped(x),)))
+    def run(x: Tensor, *, train: bool = True, rewind: bool = True, copied: bool = True) -> Tensor:
+        if rewind:
+            replay.rewind()
+        model.module.train(train)  # some layers route or centre in training alone
+        return model.objective.read(functional_call(model.module, params, (model.shaped(x.clone() if copied else x),)))
 
-    mixes = [rows.clone(), rows.clone(), rows.clone()]
-    mixes[0][1:] = 1.0
-    mixes[1][1:] = rows[1:].flip(-1)
-    mixes[2][1:] = rows[:1]
-    model.module.eval()
+    def equal(one: Tensor, other: Tensor) -> bool:
+        return torch.equal(one.nan_to_num(), other.nan_to_num())
+
+    device = torch.random.fork_rng([first.device] if first.is_cuda else [])
     try:
-        with torch.no_grad(), torch.random.fork_rng([first.device] if first.is_cuda else []), model.cast(first):
-            before, again = run(rows), run(rows)
-            others = [run(mix) for mix in mixes]
-            model.module.train()  # as in the passes of a run: some layers route in training alone
-            with seen:
-                run(rows)
+        with torch.no_grad(), device, model.cast(first):
+            replay = watch.Replay(first.device)
+            before = run(rows)
+            held = watch.state(model.module)
+            steady = equal(before, run(rows))  # on a GPU kernels may add in any order
+            kept = watch.changes(held, watch.state(model.module))
+            with (seen := watch.Watch(given := rows.clone())):
+                run(given, copied=False)
+            ends = replay.states()
+            seeded = False
+            if seen.draws:
+                replay.leave()
+                run(rows, rewind=False)
+                seeded = any(map(torch.equal, ends, replay.states()))
+            with watch.Still() if model.random else nullcontext():
+                still = run(rows) if model.random else before
+                others = [(k, run(mix)) for k, mix in _mixes(rows)] + _wild(model, rows, run) if steady else []
+                predicted, elsewhere = run(rows, train=False), run(_mixes(rows)[0][1], train=False)
+                try:
+                    alone = torch.cat([run(rows[:1]), run(rows[-1:])])
+                except (RuntimeError, ValueError, IndexError) as error:
+                    raise SordinoError(f"module: it fails on one row alone, so its rows meet: {error}") from error
     finally:
         model.module.train(training)
-    if seen.found:
+    if seen.shapes:
         raise SordinoError(
-            f"module: the number of rows in {', '.join(sorted(seen.found))} depends on the data, as where a layer "
+            f"module: the number of rows in {', '.join(sorted(seen.shapes))} depends on the data, as where a layer "
             "routes tokens to experts or selects rows by a mask. Rows then round differently with other records in the "
             "batch, which no clip bounds; use a module without experts, and torch.where in place of a mask."
         )
-    steady = torch.equal(before, again)  # otherwise it draws numbers, or its kernels add in any order
-    if steady and any(not torch.equal(before[0], other[0]) for other in others):
+    if seen.read:
         raise SordinoError(
-            "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate."
+            "module: it reads a number of its rows into Python, as in 'if x.mean() > 0', x.item() or x.numpy(). What "
+            "is computed of one row then depends on the others, which no clip bounds; use torch.where, row by row, and "
+            "check or convert data before training."
         )
+    if seen.generator or seeded:
+        raise SordinoError(
+            "module: it seeds PyTorch's generator, or draws from one of its own. Its random numbers must be the run's, "
+            "because who knows them knows who is in a batch; leave manual_seed and generator= out."
+        )
+    if not first.is_cuda and (kept or not steady):
+        what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
+        raise SordinoError(
+            f"module: of two passes over the same rows with the same random numbers, {what}. What stays from earlier "
+            "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
+            "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
+        )
+    meets = any(not equal(still[k], other[k]) for k, other in others)
+    meets |= steady and not equal(predicted[0], elsewhere[0])
+    if meets or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4):
+        raise SordinoError(MEETS.format(_where(model, rows, run)))
+
+
+def _mixes(rows: Tensor) -> list[tuple[int, Tensor]]:
+    """Rows of which one stays, by its place, and all others change."""
+    mixes = []
+    for keep, others in ((0, torch.ones_like(rows)), (len(rows) - 1, rows.flip(-1)), (0, rows[:1].expand_as(rows))):
+        mixes.append((keep, others.clone()))
+        mixes[-1][1][keep] = rows[keep]
+    return mixes
+
+
+def _wild(model: FlatModel, rows: Tensor, run: Callable[[Tensor], Tensor]) -> list[tuple[int, Tensor]]:
+    """The same with numbers that data may hold and tokens may not: negative, large, and not finite ones."""
+    tokens = any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in model.module.modules())
+    if tokens or rows.is_cuda:  # on a GPU a token beyond the vocabulary ends the process
+        return []
+    found = []
+    for keep, others in ((1, -rows), (2, 100 * rows), (1, torch.full_like(rows, math.nan))):
+        mix = others.clone()
+        mix[keep] = rows[keep]
+        with suppress(RuntimeError, ValueError, IndexError, AssertionError, SordinoError):  # it refuses such numbers
+            found.append((keep, run(mix)))
+    return found
+
+
+def _where(model: FlatModel, rows: Tensor, run: Callable[..., Tensor]) -> str:
+    """Words for the first layer whose output for a row changes with other rows; none if no layer alone shows it."""
+    names = {part: name for name, part in model.module.named_modules() if name}
+    with torch.no_grad(), watch.Still():
+        for (keep, mix), train in itertools.product(_mixes(rows), (True, False)):
+            seen: list[list[tuple[str, Tensor]]] = []
+
+            def hook(part: nn.Module, args: Any, out: Any, seen: list[list[tuple[str, Tensor]]] = seen) -> None:
+                if isinstance(out, Tensor) and len(out) == len(rows):
+                    seen[-1].append((names[part], out.clone()))
+
+            handles = [part.register_forward_hook(hook) for part in names]
+            try:
+                for x in (rows, mix):
+                    seen.append([])
+                    run(x, train=train, rewind=False)
+            finally:
+                for handle in handles:
+                    handle.remove()
+            for (name, one), (_, other) in zip(*seen, strict=False):
+                if one.shape == other.shape and not torch.equal(one[keep].nan_to_num(), other[keep].nan_to_num()):
+                    return f", from layer '{name}' on"
+    return ""
+
+
+def _far(one: Tensor, other: Tensor, halves: bool) -> bool:
+    """Whether outputs differ by more than rounding can explain."""
+    most = (LOOSE_HALVES if halves else LOOSE) * float(other.abs().nan_to_num().max())
+    return not torch.allclose(one, other, 0.0, most, equal_nan=True)
 
 
 def agrees(model: FlatModel) -> bool:
-    """Whether the sum of the chosen mode agrees with autograd row by row, on three rows in float64 without dropout."""
+    """Whether the sum of the chosen mode agrees with autograd row by row, on three rows in float64.
+
+    Random numbers are constants meanwhile, so that passes in training mode can be compared."""
     module = copy.deepcopy(model.module).double().train()
     for part in module.modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):
@@ -214,44 +302,64 @@ def agrees(model: FlatModel) -> bool:
         if isinstance(part, nn.MultiheadAttention | nn.RNNBase):
             part.dropout = 0.0
     theta = _moved(torch.cat([p.detach().flatten().double() for p in model.trained.values()]))
-    params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
-    x, objective = _rows_like(3, model.features).to(theta), model.objective
+    x, objective = _signed(model, module, theta), model.objective
     y = objective.labels_of(torch.arange(3) % max(2, model.outputs), theta)
+    params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
 
     def run(rows: Tensor) -> Any:
         return functional_call(module, params, (model.shaped(rows),))
 
-    train = not model.random or torch.equal(*(objective.read(run(x)) for _ in range(2)))
-    module.train(train)  # some other kind of dropout: compare in evaluation mode
-    alone = [run(row) for row in x]
-    with torch.no_grad():
-        together = run(x)
-        if not torch.allclose(torch.cat([objective.read(z) for z in alone]), objective.read(together), 1e-4, 1e-6):
+    with watch.Still() if model.random else nullcontext():
+        try:
+            train = not model.random or torch.equal(*(objective.read(run(x)) for _ in range(2)))
+            module.train(train)  # random numbers that stay random: compare in evaluation mode
+            alone = [run(row) for row in x]
+            with torch.no_grad():
+                together = run(x)
+            rows = [_gradient(objective.total(z, k.reshape(1)), params) for z, k in zip(alone, y, strict=True)]
+        except RuntimeError as error:
             raise SordinoError(
-                "module: its output for one row depends on the other rows, which no clip bounds; keep rows separate."
-            )
-        each = torch.cat([objective.losses(z, label.reshape(1)) for z, label in zip(alone, y, strict=True)])
-        if not torch.allclose(each, objective.losses(together, y), 1e-4, 1e-6):
-            raise SordinoError(
-                "loss: that of one record depends on other records, which no clip bounds; use its own row alone."
-            )
-    rows = []
-    for z, label in zip(alone, y, strict=True):
-        loss = objective.total(z, label.reshape(1))
-        gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
-        rows.append(torch.cat([part.flatten() for part in gradients]))
-    each, weight = torch.stack(rows), torch.tensor([1.0, 0.7, 0.4]).to(theta)
-    norms = each.norm(dim=1)
-    clip = float(norms.median())
-    want = each.T @ (weight * (clip * (1 - SAFETY) / norms).clamp(max=1))
-    try:  # with and without a scale: two ways through two-pass
-        with model.instead(module, theta, train):
-            scales = (None, torch.ones_like(theta))
-            offs = [model.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
-    except (RuntimeError, SordinoError, TypeError):
-        return False  # this mode does not support an operation
+                "module: in float64, where gradients are compared with those of single records, it fails: "
+                f"{str(error).splitlines()[0]} Convert with .to(x.dtype) rather than to a fixed type, and leave out "
+                "operations in place."
+            ) from error
+        with torch.no_grad():
+            if not torch.allclose(torch.cat([objective.read(z) for z in alone]), objective.read(together), 1e-4, 1e-6):
+                raise SordinoError(MEETS.format(""))
+            each = torch.cat([objective.losses(z, label.reshape(1)) for z, label in zip(alone, y, strict=True)])
+            if not torch.allclose(each, objective.losses(together, y), 1e-4, 1e-6):
+                raise SordinoError(
+                    "loss: that of one record depends on other records, which no clip bounds; use its own row alone."
+                )
+        each, weight = torch.stack(rows), torch.tensor([1.0, 0.7, 0.4]).to(theta)
+        norms = each.norm(dim=1)
+        clip = float(norms.median())
+        want = each.T @ (weight * (clip * (1 - SAFETY) / norms).clamp(max=1))
+        try:  # with and without a scale: two ways through two-pass
+            with model.instead(module, theta, train):
+                scales = (None, torch.ones_like(theta))
+                offs = [model.clipped_sum(theta, Shard(x, y, weight), clip, scale) - want for scale in scales]
+        except (RuntimeError, SordinoError, TypeError):
+            return False  # this mode does not support an operation
     pairs = [p for off in offs for p in zip(*(model.split(t).values() for t in (want, off)), strict=True)]
     return all(bool(off.norm() <= 1e-5 * part.norm() + 1e-7 * want.norm()) for part, off in pairs)
+
+
+def _gradient(loss: Tensor, params: Mapping[str, Tensor]) -> Tensor:
+    """The gradient of one record by plain autograd."""
+    gradients = torch.autograd.grad(loss, list(params.values()), allow_unused=True, materialize_grads=True)
+    return torch.cat([(part.to_dense() if part.is_sparse else part).flatten() for part in gradients])
+
+
+def _signed(model: FlatModel, module: nn.Module, theta: Tensor) -> Tensor:
+    """Three rows with numbers of both signs, if the module reads them, because positive ones may hide a layer."""
+    x = _rows_like(3, model.features).to(theta)
+    signed = x * torch.tensor([1.0, -1.0]).to(x).repeat(model.features)[: model.features]
+    if not any(isinstance(part, nn.Embedding | nn.EmbeddingBag) for part in module.modules()) and not x.is_cuda:
+        with torch.no_grad(), suppress(RuntimeError, ValueError, IndexError, AssertionError, SordinoError):
+            out = model.objective.read(functional_call(module, dict(model.split(theta)), (model.shaped(signed),)))
+            return signed if out.isfinite().all() else x
+    return x
 
 
 def input_shape(module: nn.Module) -> tuple[int, ...]:

@@ -35,7 +35,8 @@ ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's 
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
 NO_GRADIENTS = (
     "Write it with layers that have a rule (nn.Linear, nn.Conv1d to nn.Conv3d, nn.Embedding, nn.RNN, nn.LSTM, nn.GRU "
-    "and norms, but not subclasses of them), or freeze it with requires_grad_(False)."
+    "and norms, but not subclasses of them) and without activation checkpointing, or freeze it with "
+    "requires_grad_(False)."
 )
 RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # below these the overhead of a call exceeds its work
 
@@ -753,15 +754,42 @@ def _factors(squares: Tensor, most: float | Tensor, mask: Tensor, gamma: float =
 
 def _copied(module: nn.Module) -> nn.Module:
     """A copy that keeps the inputs of its layers; modules that mix examples or have no parameters yet are refused."""
-    module = copy.deepcopy(module)
-    unroll(module)
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise SordinoError("module: batch norm mixes examples; convert it with group_norm(module).")
-        if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
-            part.inplace = False  # type: ignore[assignment]
-    if any(nn.parameter.is_lazy(p) for p in module.parameters()):
+    if any(nn.parameter.is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise SordinoError("module: a lazy layer has no parameters yet; run the module on one batch before.")
+    if isinstance(module, torch.jit.ScriptModule | nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise SordinoError(
+            f"module: a {type(module).__name__} hides its layers; pass the module that it was made of"
+            f"{'.' if isinstance(module, torch.jit.ScriptModule) else ', which is its .module.'}"
+        )
+    try:
+        module = copy.deepcopy(module)
+    except (RuntimeError, TypeError) as error:
+        raise SordinoError(
+            f"module: it cannot be copied: {str(error).splitlines()[0]} Weight norm is "
+            "torch.nn.utils.parametrizations.weight_norm; other computed tensors are made in forward."
+        ) from error
+    unroll(module)
+    for name, part in module.named_modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            raise SordinoError(
+                f"module: batch norm{f' ({name})' if name else ''} mixes examples; convert the module with "
+                "sordino.models.torch_model.group_norm(module)."
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise SordinoError(
+                f"module: {name} has max_norm, which overwrites the rows of the tokens that occur; leave max_norm out."
+            )
+        if getattr(part, "inplace", False):  # the backward pass needs the inputs of layers
+            part.inplace = False
+    odd = [name for name, p in module.named_parameters() if p.requires_grad and not p.is_floating_point()]
+    if odd:
+        raise SordinoError(f"module: {odd[0]} is not real; keep its real and imaginary part as two parameters.")
+    kinds = {str(p.dtype).removeprefix("torch.") for p in module.parameters() if p.requires_grad}
+    if len(kinds) > 1:
+        raise SordinoError(
+            f"module: its trained parameters have the types {' and '.join(sorted(kinds))}; give them one, as with "
+            "module.float(), and compute in half precision with autocast=torch.bfloat16."
+        )
     return module
 
 

@@ -260,12 +260,13 @@ def plain(name: str, *, classes: int, weights: str | Path | None = None, seed: i
         return network_with_head
 
 
-def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
+def loaded(make: Any, weights: str | Path, *, whole: bool = False, **config: Any) -> nn.Module:
     """A model from a folder that `save_pretrained` wrote. Nothing is downloaded, and no code of the folder runs.
 
     Args:
       make: a class of `transformers` with `from_pretrained`.
       weights: the folder.
+      whole: the folder must hold every parameter; otherwise those that it lacks, as of a new head, start at random.
       config: changes to its configuration.
 
     Returns:
@@ -279,12 +280,24 @@ def loaded(make: Any, weights: str | Path, **config: Any) -> nn.Module:
         raise SordinoError(f"weights: '{folder}' is not a folder; name one that save_pretrained wrote.")
     try:
         with _without_bar():
-            module: nn.Module = make.from_pretrained(
-                folder, local_files_only=True, ignore_mismatched_sizes=True, trust_remote_code=False, **config
+            module: nn.Module
+            module, report = make.from_pretrained(
+                folder,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **config,
             )
     except (OSError, ValueError, KeyError) as error:
         first = str(error).strip().split("\n")[0]
         raise SordinoError(f"weights: '{folder}' holds no {make.__name__} ({first}).") from error
+    lacks = sorted(str(key) for key in report["missing_keys"])
+    if whole and lacks:
+        raise SordinoError(
+            f"weights: '{folder}' holds no {type(module).__name__}: it lacks {', '.join(lacks[:3])}, which would be "
+            "random and frozen; name a folder of this kind of model."
+        )
     if where := routing(module):
         raise SordinoError(
             f"weights: the model in '{folder}' routes tokens to experts ({where}). Tokens of all records meet in one "

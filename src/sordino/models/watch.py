@@ -1,0 +1,170 @@
+"""What a module does while it computes, as the checks of `probe` see it: its operations, and what they leave behind."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+READS = {"numpy", "tolist", "__array__"}  # methods of tensors that hand numbers to Python in other ways than `item`
+
+
+def _place(tensor: Tensor) -> int:
+    """The memory of a tensor; views share it. A batch of `torch.func` or a sparse tensor has none of its own."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):
+        return id(tensor)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes what may let rows meet although few rows do not show it.
+
+    - `shapes`: operations whose products have as many rows as the data say: selections, and groups of rows. `index`
+      alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
+    - `read`: whether a number that follows from the rows becomes a number of Python, as in `if x.sum() > 0`. Which
+      branch is taken, for all rows, may then depend on any of them.
+    - `draws`: whether random numbers are drawn, and `generator`: whether from one that the module holds.
+
+    Args:
+      x: the rows. What is computed from them is followed by the memory in which it lies.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.shapes: set[str] = set()
+        self.read = self.draws = self.generator = False
+        self._from_rows = {_place(x)}
+        self._reads = _Reads(self)
+
+    def follows(self, tensor: Any) -> bool:
+        """Whether a tensor was computed from the rows."""
+        return isinstance(tensor, Tensor) and _place(tensor) in self._from_rows
+
+    def __enter__(self) -> Self:
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, given = str(func), [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if name == "aten.index.Tensor":
+            masks = (torch.bool, torch.uint8)
+            selects = any(isinstance(index, Tensor) and index.dtype in masks for index in args[1])
+        else:
+            selects = torch.Tag.dynamic_output_shape in func.tags
+        self.draws |= torch.Tag.nondeterministic_seeded in func.tags
+        self.generator |= any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
+        follows = any(self.follows(tensor) for tensor in given)
+        if name.startswith("aten._local_scalar_dense"):
+            self.read |= follows
+        elif selects or "grouped_mm" in name:
+            self.shapes.add(name)
+        outputs, before = func(*args, **(kwargs or {})), {_place(tensor) for tensor in given}
+        for tensor in tree_leaves(outputs):
+            if isinstance(tensor, Tensor):
+                if follows:
+                    self._from_rows.add(_place(tensor))
+                elif _place(tensor) not in before:  # new memory, perhaps where something else lay
+                    self._from_rows.discard(_place(tensor))
+        return outputs
+
+
+class _Reads(TorchFunctionMode):
+    """Notes tensors of the rows that leave PyTorch, as in `x.numpy()`."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in READS and args and self.watch.follows(args[0]):
+            self.watch.read = True
+        return func(*args, **(kwargs or {}))
+
+
+class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Meanwhile every random number is a constant, the same one for each row and in each pass.
+
+    So a pass in training mode can be compared with passes over single rows, with any kind of dropout.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name == "aten.native_dropout.default":
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        if name == "aten.rrelu_with_noise.default":
+            args[1].copy_(torch.where(args[0] < 0, 0.25, 1.0))  # the slopes, which the backward pass reads
+            return args[0] * args[1]
+        outputs = func(*args, **(kwargs or {}))
+        draws = torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("aten._scaled")
+        if draws and isinstance(outputs, Tensor):
+            binary = "bernoulli" in name or not outputs.dtype.is_floating_point
+            outputs.fill_(1.0 if "bernoulli" in name else 0 if binary else 0.5)
+        return outputs
+
+
+class Replay:
+    """Lets several passes draw the same numbers from PyTorch's generators."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._start = self.states()
+
+    def states(self) -> list[Tensor]:
+        """The states of the generators."""
+        return [torch.get_rng_state()] + ([] if self._device is None else [torch.cuda.get_rng_state(self._device)])
+
+    def rewind(self) -> None:
+        """Begin again with the first number."""
+        torch.set_rng_state(self._start[0])
+        if self._device is not None:
+            torch.cuda.set_rng_state(self._start[1], self._device)
+
+    def leave(self) -> None:
+        """Go on with other numbers than from the beginning."""
+        seed = int(torch.randint(2**62, ()))
+        torch.default_generator.manual_seed(seed)
+        if self._device is not None:
+            with torch.cuda.device(self._device):
+                torch.cuda.manual_seed(seed)
+
+
+def state(module: nn.Module) -> dict[str, Any]:
+    """Numbers and tensors that a module holds besides buffers, and a sum of those in each parameter."""
+    found: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            full = f"{name}.{key}".lstrip(".")
+            if type(value) is Tensor:
+                found[full] = value.detach().clone()
+            elif key != "training" and isinstance(value, bool | int | float | complex | np.ndarray):
+                found[full] = np.array(value)
+    for name, parameter in module.named_parameters():
+        numbers = parameter.detach()
+        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        found[name] = torch.stack([numbers.sum(dtype=torch.float64), numbers.abs().sum(dtype=torch.float64)])
+    return found
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """The names of what differs between two states of a module."""
+    return [name for name in after if name not in before or not _same(before[name], after[name])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
+    return type(one) is type(other) and np.array_equal(one, other)
