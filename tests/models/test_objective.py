@@ -160,6 +160,52 @@ def test_refusals_name_the_remedy(options, word):
         TorchModel(made(), shape=(5,), **options)
 
 
+def each(z, y):
+    return functional.cross_entropy(z, y, reduction="none")
+
+
+def balanced(z, y):
+    """Weights from the classes of the batch. They are all 1 if each class is there once, or one record alone."""
+    counts = functional.one_hot(y, z.shape[1]).sum(0)
+    return (len(y) / (counts > 0).sum() / counts.clamp(min=1))[y] * each(z, y)
+
+
+def without_outliers(z, y):
+    losses = each(z, y)
+    return losses * (losses.detach() <= 10 * losses.detach().mean())
+
+
+def centred(z, y):
+    return each(z - 1e-6 * z.detach().mean(0), y)
+
+
+def selected(z, y):
+    return torch.zeros(len(y), dtype=z.dtype).index_put((y.nonzero()[:, 0],), each(z[y > 0], y[y > 0]))
+
+
+def focal(z, y):
+    return (1 - torch.exp(-each(z, y))) ** 2 * each(z, y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "word"),
+    [
+        (balanced, "loss: that of one record depends on other records"),
+        (without_outliers, "loss: that of one record depends on other records"),
+        (centred, "loss: that of one record depends on other records"),
+        (selected, "number of rows in aten"),
+        (focal, ""),
+    ],
+)
+def test_a_loss_that_reads_other_records_is_refused(loss, word):
+    """Single records and one record of each class have the right gradients, so comparing those is not enough."""
+    if not word:
+        assert TorchModel(made("tensor").float(), shape=(5,), loss=loss).outputs == 3
+        return
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(made("tensor").float(), shape=(5,), loss=loss)
+
+
 def test_one_tensor_has_no_parts():
     with pytest.raises(SordinoError, match="the module returns one tensor; leave output out"):
         TorchModel(made("tensor"), shape=(5,), output="logits")

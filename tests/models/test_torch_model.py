@@ -564,6 +564,41 @@ def test_what_draws_or_shows_is_served(net):
     assert flat.clipped_sum(flat.init(), shard, 1.0).norm() <= 4
 
 
+class Remembers(nn.Module):
+    """Mutants: a mean of earlier batches, which is no buffer, and rows that meet in training alone."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.layer, self.mean = way, nn.Linear(6, 3), torch.zeros(6)
+
+    def forward(self, x):
+        if self.way == "state":
+            x, kept = x - self.mean.to(x), x.detach().mean(0)
+            if self.training:
+                self.mean = 0.99 * self.mean + 0.01 * kept.float()
+        if self.way == "hidden":
+            x, self.mean = x - self.mean.to(x), x.detach().mean(0).float()
+        if self.way == "training" and self.training:
+            x = x - x.mean(0)
+        if self.way != "state":
+            x = nn.functional.dropout(x, 0.3, self.training)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("way", "word"),
+    [("state", "earlier passes"), ("hidden", "earlier passes"), ("training", "other rows"), ("dropout", "")],
+)
+def test_rows_that_meet_in_training_or_over_passes_are_refused(way, word, check):
+    """The module looks as if it had dropout, so that gradients are checked in evaluation mode alone."""
+    if not word:
+        assert TorchModel(Remembers(way), shape=(6,), check=check).random
+        return
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(Remembers(way), shape=(6,), check=check)
+
+
 def test_batch_norm_converts():
     net = nn.Sequential(nn.Conv2d(2, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(72, 10), nn.BatchNorm1d(10))
     net[1].weight.data = torch.arange(8.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from sordino.errors import SordinoError, check_known
 from sordino.models.per_example import summed
 
 LABELS = ("classes", "numbers")
+FAR, COPIES = 1000.0, 16  # factor on the outputs of other records, and copies of all, where a loss must not read them
 EachLoss = Callable[[Any, Tensor], Tensor]  # (what the module returns, labels) -> one loss per record
 
 
@@ -86,6 +87,81 @@ class Objective(NamedTuple):
             raise SordinoError(
                 f"loss: it returns {shape} for {len(y)} records; return one loss per record, as with reduction='none'."
             )
+
+    def check_apart(self, outputs: Any, mixed: Sequence[Any], y: Tensor) -> None:
+        """Refuse a loss of the first record, or a gradient, that depends on the outputs or labels of other records.
+
+        Args:
+          outputs: what the module returns for some rows.
+          mixed: the same with other rows after the first.
+          y: labels of the rows.
+
+        Raises:
+          SordinoError: it depends on other records, even in the last digit.
+        """
+
+        def far(part: Tensor) -> Tensor:
+            return torch.cat([part[:1], FAR * part[1:]])
+
+        copies, few = self._copies(outputs, y), len(y)
+        y = y.repeat(copies)
+        several = [_repeated(each, few, copies) for each in (outputs, *mixed)]
+        several.append(_with_parts(several[0], far, len(y)))
+        found = []
+        for each in several:
+            z = self.read(each).detach()
+            right = z.argmax(-1) if self.labels == "classes" else z[:, 0].to(y)  # of small losses
+            others = (y, y[:1].expand_as(y), y.max().expand_as(y), right)
+            found += [self._first(each, torch.cat([y[:1], other[1:]])) for other in others]
+        if any(not torch.equal(found[0], other) for other in found):
+            raise SordinoError(
+                "loss: that of one record depends on other records, which no clip bounds, as with weights from the "
+                "classes of a batch; use its own row alone, and public weights."
+            )
+
+    def _copies(self, outputs: Any, y: Tensor) -> int:
+        """How many copies of the rows the loss takes: 1 if the outputs have parts that cannot be copied."""
+        try:
+            found = self.losses(_repeated(outputs, len(y), COPIES), y.repeat(COPIES))
+        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+            return 1
+        return COPIES if found.shape == (COPIES * len(y),) else 1
+
+    def _first(self, outputs: Any, y: Tensor) -> Tensor:
+        """The first record's loss, and the gradient of all losses with respect to its outputs."""
+        leaves: list[Tensor] = []
+
+        def leaf(part: Tensor) -> Tensor:
+            leaves.append(part.detach().clone().requires_grad_())
+            return leaves[-1]
+
+        torch.manual_seed(0)
+        with torch.enable_grad():
+            losses = self.losses(_with_parts(outputs, leaf, len(y)), y)
+            needed = bool(leaves) and losses.requires_grad
+            grads = torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if needed else ()
+        first = [losses[:1].detach(), *(g[0].flatten() for g in grads if g is not None)]
+        return torch.cat([part.double() for part in first]).nan_to_num()
+
+
+def _repeated(outputs: Any, rows: int, copies: int) -> Any:
+    """The outputs for so many copies of the rows."""
+    return _with_parts(outputs, lambda part: part.repeat(copies, *[1] * (part.dim() - 1)), rows)
+
+
+def _with_parts(outputs: Any, change: Callable[[Tensor], Tensor], rows: int) -> Any:
+    """The outputs with their tensors of numbers changed that have one row per record, in containers of one level."""
+
+    def changed(part: Any) -> Any:
+        fits = isinstance(part, Tensor) and part.is_floating_point() and part.dim() > 0 and len(part) == rows
+        return change(part) if fits else part
+
+    if isinstance(outputs, Mapping):
+        return {key: changed(part) for key, part in outputs.items()}
+    if isinstance(outputs, tuple | list):
+        parts = [changed(part) for part in outputs]
+        return outputs._make(parts) if hasattr(outputs, "_make") else type(outputs)(parts)
+    return changed(outputs)
 
 
 def _parts(outputs: Any) -> dict[str | int | None, Any]:

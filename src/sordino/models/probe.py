@@ -172,11 +172,17 @@ def check_apart(model: FlatModel) -> None:
     params, rows = dict(model.split(_moved(start))), _rows_like(3, model.features).to(first)
     training = model.module.training
 
-    def run(x: Tensor, *, train: bool = True, rewind: bool = True, copied: bool = True) -> Tensor:
+    objective = model.objective
+    labels = objective.labels_of(torch.arange(len(rows)) % max(2, model.outputs), first)
+
+    def returned(x: Tensor, *, train: bool = True, rewind: bool = True, copied: bool = True) -> Any:
         if rewind:
             replay.rewind()
         model.module.train(train)  # some layers route or centre in training alone
-        return model.objective.read(functional_call(model.module, params, (model.shaped(x.clone() if copied else x),)))
+        return functional_call(model.module, params, (model.shaped(x.clone() if copied else x),))
+
+    def run(x: Tensor, *, train: bool = True, rewind: bool = True) -> Tensor:
+        return objective.read(returned(x, train=train, rewind=rewind))
 
     def equal(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -190,13 +196,18 @@ def check_apart(model: FlatModel) -> None:
             steady = equal(before, run(rows))  # on a GPU kernels may add in any order
             kept = watch.changes(held, watch.state(model.module))
             with (seen := watch.Watch(given := rows.clone())):
-                run(given, copied=False)
-            ends = replay.states()
+                whole = returned(given, copied=False)
+                ends = replay.states()
+                if objective.each is not None:
+                    objective.losses(whole, labels)
             seeded = False
             if seen.draws:
                 replay.leave()
                 run(rows, rewind=False)
                 seeded = any(map(torch.equal, ends, replay.states()))
+            if objective.each is not None and not (seen.shapes or seen.read):
+                mixed = [returned(mix) for keep, mix in _mixes(rows) if keep == 0]
+                objective.check_apart(returned(rows), mixed, labels)
             with watch.Still() if model.random else nullcontext():
                 still = run(rows) if model.random else before
                 others = [(k, run(mix)) for k, mix in _mixes(rows)] + _wild(model, rows, run) if steady else []
@@ -224,7 +235,7 @@ def check_apart(model: FlatModel) -> None:
             "module: it seeds PyTorch's generator, or draws from one of its own. Its random numbers must be the run's, "
             "because who knows them knows who is in a batch; leave manual_seed and generator= out."
         )
-    if not first.is_cuda and (kept or not steady):
+    if kept or not (steady or first.is_cuda):
         what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
         raise SordinoError(
             f"module: of two passes over the same rows with the same random numbers, {what}. What stays from earlier "
