@@ -68,6 +68,14 @@ def check_number(name: str, value: object) -> None:
         raise SordinoError(f"{name}: {value!r} must be a number.")
 
 
+def _as_float(value: float) -> float:
+    """The number as a Python float, where it is one of numpy's.
+
+    A product with numpy's float16 is rounded to 11 binary digits, which is coarser than the margin of a clip.
+    """
+    return float(value) if isinstance(value, np.floating) else value
+
+
 def is_whole(value: object) -> bool:
     """Whether the value is a whole number by its type, which 2.0 and True are not.
 
@@ -160,8 +168,9 @@ class Privacy:
             value = str(getattr(self, name))
             check_known(name, value, list(kind))
             object.__setattr__(self, name, kind(value))
-        check_number("epsilon", self.epsilon)
-        check_number("delta", self.delta)
+        for name in ("epsilon", "delta"):
+            check_number(name, getattr(self, name))
+            object.__setattr__(self, name, _as_float(getattr(self, name)))
         if not (0 < self.epsilon <= MOST_EPSILON or self.epsilon == math.inf):
             raise SordinoError(
                 f"epsilon: {self.epsilon} must lie in (0, {MOST_EPSILON:g}], or be inf: no noise at all."
@@ -628,6 +637,7 @@ class Query:
         check_known("kind", str(self.kind), list(Kind))
         object.__setattr__(self, "kind", Kind(str(self.kind)))
         check_number("clip", self.clip)
+        object.__setattr__(self, "clip", _as_float(self.clip))
         if not self.clip >= LEAST_CLIP:
             raise SordinoError(f"clip: {self.clip:g} must be {LEAST_CLIP:g} or more; measure the data in other units.")
         if self.psd and self.kind not in SEMIDEFINITE:

@@ -743,6 +743,20 @@ def test_without_noise_nothing_need_be_clipped(engine):
     torch.testing.assert_close(first.aggregate, torch.full((2,), 5e5).double())
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+def test_numbers_of_numpy_are_accounted_for_in_full_precision(kind):
+    """float16 would round a clip less its margin to the clip, and a delta less what is reserved to the delta."""
+    promise, clip = Privacy(kind(1.3), kind(1e-5)), kind(0.7)
+    query = Query(Kind.GRADIENT, clip)
+    assert [type(each) for each in (promise.epsilon, promise.delta, query.clip)] == [float] * 3
+    assert query.clip * (1 - SAFETY) < query.clip
+    found = Plan(build("dp-fedgd", clip=clip), 5, (100, 100), promise, sampling="poisson:10")
+    same = Plan(build("dp-fedgd", clip=float(clip)), 5, (100, 100), Privacy(float(kind(1.3)), float(kind(1e-5))))
+    assert calibration.query_noises(found)[0].std.dtype == np.float64
+    exact = replace(same, sampling=found.sampling)
+    np.testing.assert_array_equal(calibration.query_noises(found)[0].std, calibration.query_noises(exact)[0].std)
+
+
 def test_a_rule_may_keep_the_state_it_inherits():
     """Plans do not look at rules: two methods with the same queries have the same account."""
     idle = Rule(stateless, lambda g, state, theta, t: (torch.zeros_like(theta), state))

@@ -198,11 +198,24 @@ class Plan:
     def slots(self) -> np.ndarray:
         """The public number of places in each client's minibatch."""
         sizes = np.asarray(self.sizes)
-        if self.sampling.kind not in ("poisson", "allocation") or not (self.rates < 1).any():
+        if not self._random_sizes:
             return np.asarray(np.rint(sizes * self.rates).astype(int))
+        return slots.slots(sizes, self.rates, slots.tail(self.privacy.delta, self._draws))
+
+    @property
+    def overflow(self) -> float:
+        """The largest chance that some minibatch of the run has more records than places."""
+        return self._draws * math.exp(slots.tail(self.privacy.delta, self._draws)) if self._random_sizes else 0.0
+
+    @property
+    def _random_sizes(self) -> bool:
+        return self.sampling.kind in ("poisson", "allocation") and bool((self.rates < 1).any())
+
+    @property
+    def _draws(self) -> int:
+        """Minibatches of one client."""
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
-        tail = slots.tail(self.privacy.delta, self.rounds * max(calls, 1))
-        return slots.slots(sizes, self.rates, tail)
+        return self.rounds * max(calls, 1)
 
 
 def memoised(function: Callable[[Plan], Result]) -> Callable[[Plan], Result]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.privacy.accounting import events, gaussian
+from sordino.privacy.accounting import events, gaussian, slots
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.samplers import SampledGaussian
 from sordino.privacy.calibration import query_noises
@@ -48,8 +48,13 @@ def groups(plan: Plan, done: int | None = None) -> tuple[Group, ...]:
 
 
 def epsilon_of(plan: Plan, group: Group, delta: float | None = None) -> float:
-    """The group's epsilon, at the plan's delta or at another one."""
-    return events.epsilon(group.releases, delta or plan.privacy.delta, plan.privacy.adjacency)
+    """The group's epsilon, at the plan's delta or at another one.
+
+    Minibatches have places for the plan's delta. The account reserves a share of the delta in question for those that
+    overflow, which is too little for a much smaller one; what is missing is taken from it here.
+    """
+    at = plan.privacy.delta if delta is None else delta - max(0.0, plan.overflow - slots.OVERFLOW * delta)
+    return events.epsilon(group.releases, at, plan.privacy.adjacency) if at > 0 else math.inf
 
 
 def worst(plan: Plan, done: int | None = None) -> Group:
