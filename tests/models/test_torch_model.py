@@ -486,7 +486,7 @@ MEETING = [
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(("net", "word"), MEETING)
 def test_what_rows_of_few_numbers_hide_is_refused(net, word, check):
-    """Each of these once trained: one record moved a sum by up to 2.8 clips, or a batch left something behind."""
+    """In each of these one record moves a sum by more than its clip, or a batch leaves something behind."""
     with pytest.raises(SordinoError, match=word):
         TorchModel(net(), shape=(6,), check=check)
 
@@ -552,6 +552,9 @@ SERVED = [
     Gumbel,
     lambda: nn.Sequential(nn.Linear(6, 4), nn.RReLU(), nn.Linear(4, 3)),
     Sparse,
+    lambda: Around(
+        lambda self, h: h if torch.ones_like(h).all() and h.new_ones(3).sum() == 3 else 0 * h
+    ),  # a mask of 1
     lambda: Around(lambda self, h: setattr(self, "shown", h.detach()) or h),  # kept to be looked at, and not read
 ]
 
@@ -564,8 +567,20 @@ def test_what_draws_or_shows_is_served(net):
     assert flat.clipped_sum(flat.init(), shard, 1.0).norm() <= 4
 
 
+def test_a_refusal_names_the_line_that_reads_numbers():
+    with pytest.raises(SordinoError, match=r"line \d+ of test_torch_model\.py"):
+        TorchModel(Around(before=lambda self, x: -x if x.sum() < 0 else x), shape=(6,))
+
+
+def test_random_numbers_that_seldom_show_are_noticed():
+    """A layer that is left out for one record in a million."""
+    net = Around(lambda self, h: h * (torch.rand(len(h), 1) > 1e-6) if self.training else h)
+    assert TorchModel(net, shape=(6,)).random
+    assert not TorchModel(Around(), shape=(6,)).random
+
+
 class Remembers(nn.Module):
-    """Mutants: a mean of earlier batches, which is no buffer, and rows that meet in training alone."""
+    """Mutants: a mean of earlier batches, which is not a buffer, and rows that meet in training alone."""
 
     def __init__(self, way):
         super().__init__()

@@ -55,7 +55,7 @@ class FlatModel(Protocol):
 class Probed(NamedTuple):
     """What two rows reveal about a module."""
 
-    random: bool  # two passes over the same rows differ, as with dropout, wherever the parameters are
+    random: bool  # a pass in training mode draws random numbers, as dropout does
     outputs: int
     mode: str  # the fastest mode that fits
     held: int  # numbers per example in the gradients that two-pass stores
@@ -136,14 +136,13 @@ def probe(model: FlatModel, owned: Owned, ruled: bool) -> Probed:
 
 
 def _draws(model: FlatModel, x: Tensor) -> bool:
-    """Whether two passes in training mode differ once the parameters have moved a little.
-
-    Where they begin, adapters are zero and hide their dropout."""
-    start = torch.cat([p.detach().flatten() for p in model.trained.values()])
-    params = dict(model.split(_moved(start)))
-    with torch.no_grad(), torch.random.fork_rng([start.device] if start.is_cuda else []):
-        outs = [model.objective.read(functional_call(model.module, params, (x,))) for _ in range(2)]
-    return not torch.equal(*outs)
+    """Whether a pass in training mode draws random numbers. Their effect may not show in a few rows, as of a layer that
+    is seldom left out, or of dropout below adapters that are zero."""
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+        replay = watch.Replay(x.device)
+        before = replay.states()
+        functional_call(model.module, model.trained, (x,))
+        return not all(map(torch.equal, before, replay.states()))
 
 
 def _moved(theta: Tensor) -> Tensor:
@@ -226,9 +225,10 @@ def check_apart(model: FlatModel) -> None:
         )
     if seen.read:
         raise SordinoError(
-            "module: it reads a number of its rows into Python, as in 'if x.mean() > 0', x.item() or x.numpy(). What "
-            "is computed of one row then depends on the others, which no clip bounds; use torch.where, row by row, and "
-            "check or convert data before training."
+            f"module: it reads a number of its rows into Python ({seen.read}), as in 'if x.mean() > 0', x.item() or "
+            "x.numpy(). What is computed of one row then depends on the others, which no clip bounds. Use torch.where, "
+            "row by row; convert data before training; for a distribution, set validate_args=False; and for a "
+            "Hugging Face network, make its mask with sordino.models.transformers.additive."
         )
     if seen.generator or seeded:
         raise SordinoError(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 READS = {"numpy", "tolist", "__array__"}  # methods of tensors that hand numbers to Python in other ways than `item`
+# Operations that take the form of a tensor and none of its numbers.
+FORMS = {f"{what}_like" for what in ("empty", "full", "ones", "zeros", "rand", "randint", "randn")}
+FORMS |= {f"new_{what}" for what in ("empty", "empty_strided", "full", "ones", "zeros")}
 
 
 def _place(tensor: Tensor) -> int:
@@ -22,13 +27,26 @@ def _place(tensor: Tensor) -> int:
         return id(tensor)
 
 
+def _caller() -> str:
+    """The line of code that calls PyTorch, in words."""
+    frame, own = inspect.currentframe(), Path(__file__).parent
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.parent == own and path.name != Path(__file__).name:  # the checks themselves: no code of anybody else
+            break
+        if path.parent != own and not path.is_relative_to(Path(torch.__file__).parent):
+            return f"line {frame.f_lineno} of {path.name}"
+        frame = frame.f_back
+    return "a layer of PyTorch"
+
+
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes what may let rows meet although few rows do not show it.
 
     - `shapes`: operations whose products have as many rows as the data say: selections, and groups of rows. `index`
       alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
-    - `read`: whether a number that follows from the rows becomes a number of Python, as in `if x.sum() > 0`. Which
-      branch is taken, for all rows, may then depend on any of them.
+    - `read`: where a number that follows from the rows becomes a number of Python, as in `if x.sum() > 0`; empty if
+      nowhere. Which branch is taken, for all rows, may then depend on any of them.
     - `draws`: whether random numbers are drawn, and `generator`: whether from one that the module holds.
 
     Args:
@@ -38,7 +56,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, x: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[str] = set()
-        self.read = self.draws = self.generator = False
+        self.draws = self.generator = False
+        self.read = ""
         self._from_rows = {_place(x)}
         self._reads = _Reads(self)
 
@@ -64,9 +83,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             selects = torch.Tag.dynamic_output_shape in func.tags
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.generator |= any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
-        follows = any(self.follows(tensor) for tensor in given)
+        follows = name.split(".")[1] not in FORMS and any(self.follows(tensor) for tensor in given)
         if name.startswith("aten._local_scalar_dense"):
-            self.read |= follows
+            self.read = self.read or (_caller() if follows else "")
         elif selects or "grouped_mm" in name:
             self.shapes.add(name)
         outputs, before = func(*args, **(kwargs or {})), {_place(tensor) for tensor in given}
@@ -88,7 +107,7 @@ class _Reads(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in READS and args and self.watch.follows(args[0]):
-            self.watch.read = True
+            self.watch.read = self.watch.read or _caller()
         return func(*args, **(kwargs or {}))
 
 
