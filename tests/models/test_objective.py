@@ -206,6 +206,35 @@ def test_a_loss_that_reads_other_records_is_refused(loss, word):
         TorchModel(made("tensor").float(), shape=(5,), loss=loss)
 
 
+class Probabilities(nn.Sequential):
+    """Outputs between 0 and 1, and a loss that takes no others."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(5, 3), nn.Sigmoid())
+
+    @staticmethod
+    def loss(p, y):
+        target = functional.one_hot(y, p.shape[1]).to(p.dtype)
+        return functional.binary_cross_entropy(p, target, reduction="none").sum(1)
+
+
+def test_a_loss_of_probabilities_is_served_and_checked():
+    assert TorchModel(Probabilities(), loss=Probabilities.loss).outputs == 3
+
+    def without_outliers(p, y):
+        losses = Probabilities.loss(p, y)
+        return losses * (losses.detach() <= 1.2 * losses.detach().mean())
+
+    with pytest.raises(SordinoError, match="loss: that of one record depends on other records"):
+        TorchModel(Probabilities(), loss=without_outliers)
+
+
+def test_weights_of_a_loss_in_a_fixed_type_are_told_in_a_sentence():
+    loss = nn.CrossEntropyLoss(weight=torch.ones(3), reduction="none")
+    with pytest.raises(SordinoError, match=r"its loss fails: .*\w\. Convert with .*the weights of a loss"):
+        TorchModel(made("tensor").float(), shape=(5,), loss=loss)
+
+
 def test_one_tensor_has_no_parts():
     with pytest.raises(SordinoError, match="the module returns one tensor; leave output out"):
         TorchModel(made("tensor"), shape=(5,), output="logits")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,11 @@ from sordino.errors import SordinoError, check_known
 from sordino.models.per_example import summed
 
 LABELS = ("classes", "numbers")
-FAR, COPIES = 1000.0, 16  # factor on the outputs of other records, and copies of all, where a loss must not read them
+FAR, COPIES = (
+    1000.0,
+    16,
+)  # factor on the outputs of other records, or its inverse, and copies of all, where a loss must not read them
+FAILS = (RuntimeError, LookupError, TypeError, ValueError, AttributeError)  # what a loss raises that does not fit
 EachLoss = Callable[[Any, Tensor], Tensor]  # (what the module returns, labels) -> one loss per record
 
 
@@ -80,7 +85,7 @@ class Objective(NamedTuple):
         """Refuse a loss that fails, or is not one number per record."""
         try:
             found = self.losses(outputs, y)
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError) as error:
+        except FAILS as error:
             raise SordinoError(f"loss: it fails on {len(y)} records: {type(error).__name__}: {error}") from error
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         if shape != (len(y),):
@@ -103,16 +108,20 @@ class Objective(NamedTuple):
         def far(part: Tensor) -> Tensor:
             return torch.cat([part[:1], FAR * part[1:]])
 
+        def near(part: Tensor) -> Tensor:
+            return torch.cat([part[:1], part[1:] / FAR])
+
         copies, few = self._copies(outputs, y), len(y)
         y = y.repeat(copies)
         several = [_repeated(each, few, copies) for each in (outputs, *mixed)]
-        several.append(_with_parts(several[0], far, len(y)))
-        found = []
+        several += [_with_parts(several[0], change, len(y)) for change in (far, near)]
+        found = [self._first(several[0], y)]
         for each in several:
             z = self.read(each).detach()
             right = z.argmax(-1) if self.labels == "classes" else z[:, 0].to(y)  # of small losses
-            others = (y, y[:1].expand_as(y), y.max().expand_as(y), right)
-            found += [self._first(each, torch.cat([y[:1], other[1:]])) for other in others]
+            for other in (y, y[:1].expand_as(y), y.max().expand_as(y), right):
+                with suppress(*FAILS):  # it takes no such numbers, as where outputs are probabilities
+                    found.append(self._first(each, torch.cat([y[:1], other[1:]])))
         if any(not torch.equal(found[0], other) for other in found):
             raise SordinoError(
                 "loss: that of one record depends on other records, which no clip bounds, as with weights from the "
@@ -123,7 +132,7 @@ class Objective(NamedTuple):
         """How many copies of the rows the loss takes: 1 if the outputs have parts that cannot be copied."""
         try:
             found = self.losses(_repeated(outputs, len(y), COPIES), y.repeat(COPIES))
-        except (RuntimeError, LookupError, TypeError, ValueError, AttributeError):
+        except FAILS:
             return 1
         return COPIES if found.shape == (COPIES * len(y),) else 1
 

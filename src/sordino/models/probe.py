@@ -330,9 +330,9 @@ def agrees(model: FlatModel) -> bool:
             rows = [_gradient(objective.total(z, k.reshape(1)), params) for z, k in zip(alone, y, strict=True)]
         except RuntimeError as error:
             raise SordinoError(
-                "module: in float64, where gradients are compared with those of single records, it fails: "
-                f"{str(error).splitlines()[0]} Convert with .to(x.dtype) rather than to a fixed type, and leave out "
-                "operations in place."
+                "module: in float64, where gradients are compared with those of single records, it or its loss fails: "
+                f"{str(error).splitlines()[0].rstrip('.')}. Convert with .to(x.dtype) rather than to a fixed type, "
+                "also the weights of a loss, and leave out operations in place."
             ) from error
         with torch.no_grad():
             if not torch.allclose(torch.cat([objective.read(z) for z in alone]), objective.read(together), 1e-4, 1e-6):

@@ -765,7 +765,7 @@ def _copied(module: nn.Module) -> nn.Module:
         module = copy.deepcopy(module)
     except (RuntimeError, TypeError) as error:
         raise SordinoError(
-            f"module: it cannot be copied: {str(error).splitlines()[0]} Weight norm is "
+            f"module: it cannot be copied: {str(error).splitlines()[0].rstrip('.')}. Weight norm is "
             "torch.nn.utils.parametrizations.weight_norm; other computed tensors are made in forward."
         ) from error
     unroll(module)
