@@ -353,6 +353,11 @@ def test_nobody_pays_for_a_stricter_client(trust, unit):
     assert growth == pytest.approx(5 * mu[0] / sum(mu)), "the mean is over fewer records, and no noise is larger"
 
 
+def test_a_stricter_client_gets_what_it_asks_for_beside_a_whole_epsilon():
+    whole = Plan(build("dp-fedgd"), 5, (100,) * 3, Privacy(epsilon=2, client_epsilon={0: 1.5}))
+    assert [spending.client_epsilon(whole, client) for client in range(3)] == pytest.approx([1.5, 2, 2], rel=1e-6)
+
+
 def test_a_laxer_client_is_refused():
     with pytest.raises(SordinoError, match="client_epsilon: client 2 asks for 3"):
         plan(client_epsilon={2: 3.0})

@@ -59,7 +59,9 @@ def query_noises(plan: Plan) -> tuple[QueryNoise, ...]:
     shares = _shares([q.share for *_, q in queries], counts)
     if plan.integers is not None and plan.sampling.kind != FULL:
         return _sampled_integers(plan, int(counts.sum()))
-    epsilons = np.full(plan.clients, plan.privacy.epsilon)
+    epsilons = np.full(
+        plan.clients, plan.privacy.epsilon, dtype=float
+    )  # from an epsilon of 1 NumPy would make whole numbers
     for client, epsilon in plan.privacy.client_epsilon.items():
         epsilons[client] = epsilon
     distinct, which = _distinct(epsilons)
