@@ -1,7 +1,8 @@
 """The form of a certificate: which fields it may have, and what each may hold.
 
 A program that reads `6.9` rounds as 6, or `true` as 1, sees another certificate than a person does; a field that no
-version writes can say anything; NaN and infinity pass comparisons or end them in an error.
+version writes can say anything; NaN passes comparisons, and infinity ends computations in an error. Only a bound may be
+infinite, in a run without noise.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
+
+
+def _is_bound(value: Any) -> bool:
+    return _is_number(value) or (isinstance(value, float) and value == math.inf)
 
 
 def _is_span(value: Any) -> bool:
@@ -71,9 +76,10 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "a finite number of at least 0",
         _is_number,
-        "delta guess cohort clip noise client_noise queries[].clip queries[].step queries[].factor.momentum "
-        "queries[].factor.decay groups[].releases[].sensitivity groups[].releases[].std groups[].releases[].rate",
+        "delta guess cohort noise client_noise queries[].step queries[].factor.momentum queries[].factor.decay "
+        "groups[].releases[].std groups[].releases[].rate",
     ),
+    ("a number of at least 0, or infinity", _is_bound, "clip queries[].clip groups[].releases[].sensitivity"),
     (
         "a finite number of at least 0, or null",
         _or_null(_is_number),

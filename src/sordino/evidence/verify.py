@@ -979,6 +979,10 @@ def _check_ranges(cert: Mapping[str, Any], problems: list[str]) -> None:
         problems.append("epsilon_at does not list the epsilons at the usual deltas")
     if (asked := cert["epsilon_asked"]) is not None and _limitless(cert["epsilon"]) > asked * (1 + MOST_BELOW):
         problems.append(f"epsilon is {_limitless(cert['epsilon']):.6g}, more than the {asked:.6g} that was asked for")
+    bounds = [cert["clip"], *(query["clip"] for query in cert["queries"])]
+    bounds += [release["sensitivity"] for group in cert["groups"] for release in group["releases"]]
+    if cert["certified"] and math.inf in bounds:
+        problems.append("it says certified, although a clip or a sensitivity is infinite")
     names, public = [query["query"] for query in cert["queries"]], Unit(cert["unit"]).sizes_public
     if len({*names}) < len(names):
         problems.append("a query is listed twice")
