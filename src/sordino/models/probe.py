@@ -156,8 +156,8 @@ def check_apart(model: FlatModel) -> None:
     The proof of the clip needs this by assumption (P) of docs/proofs.md: shapes depend on public numbers alone, and
     nothing stays from earlier passes. Passes change what the other rows hold, and nothing else. No position and no
     shape changes, so that a library that rounds by position or by blocks returns the same bits; equality is asked for
-    in the type of the run. Random numbers are constants meanwhile. The operations of one pass are
-    searched for shapes and branches that depend on data, because few rows need not show what many would.
+    in the type of the run. Random numbers are constants meanwhile. The operations of one pass are searched for shapes
+    and branches that depend on data, because few rows need not show what many would.
 
     Args:
       model: the model.
@@ -217,6 +217,22 @@ def check_apart(model: FlatModel) -> None:
                     raise SordinoError(f"module: it fails on one row alone, so its rows meet: {error}") from error
     finally:
         model.module.train(training)
+    _check_seen(seen, seeded)
+    if kept or not (steady or first.is_cuda):
+        what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
+        raise SordinoError(
+            f"module: of two passes over the same rows with the same random numbers, {what}. What stays from earlier "
+            "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
+            "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
+        )
+    meets = any(not equal(still[k], other[k]) for k, other in others)
+    meets |= steady and not equal(predicted[0], elsewhere[0])
+    if meets or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4):
+        raise SordinoError(MEETS.format(_where(model, rows, run)))
+
+
+def _check_seen(seen: watch.Watch, seeded: bool) -> None:
+    """Refuse operations that let rows meet although few rows do not show it. seeded: the module seeds the generator."""
     if seen.shapes:
         raise SordinoError(
             f"module: the number of rows in {', '.join(sorted(seen.shapes))} depends on the data, as where a layer "
@@ -235,17 +251,6 @@ def check_apart(model: FlatModel) -> None:
             "module: it seeds PyTorch's generator, or draws from one of its own. Its random numbers must be the run's, "
             "because who knows them knows who is in a batch; leave manual_seed and generator= out."
         )
-    if kept or not (steady or first.is_cuda):
-        what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
-        raise SordinoError(
-            f"module: of two passes over the same rows with the same random numbers, {what}. What stays from earlier "
-            "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
-            "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
-        )
-    meets = any(not equal(still[k], other[k]) for k, other in others)
-    meets |= steady and not equal(predicted[0], elsewhere[0])
-    if meets or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4):
-        raise SordinoError(MEETS.format(_where(model, rows, run)))
 
 
 def _mixes(rows: Tensor) -> list[tuple[int, Tensor]]:

@@ -130,8 +130,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         outputs = func(*args, **(kwargs or {}))
         draws = torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("aten._scaled")
         if draws and isinstance(outputs, Tensor):
-            binary = "bernoulli" in name or not outputs.dtype.is_floating_point
-            outputs.fill_(1.0 if "bernoulli" in name else 0 if binary else 0.5)
+            fraction = 0.5 if outputs.dtype.is_floating_point else 0
+            outputs.fill_(1 if "bernoulli" in name else fraction)
         return outputs
 
 
