@@ -264,7 +264,7 @@ def test_other_numbers_that_follow_from_stated_ones_are_compared(change, options
         assert len(found) == len([each for each in found if words in each])
 
 
-# ------------------------------------------------------------------------------- what nothing used to be compared with
+# ------------------------------------------------------------ fields and sentences that no account is computed from
 
 
 def smaller(cert):

@@ -471,6 +471,8 @@ MEETING = [
     (lambda: Around(before=lambda self, x: -x if x.sum() < 0 else x), "into Python"),
     (lambda: Around(before=lambda self, x: -x if sum(x.tolist()[0]) < 0 else x), "into Python"),
     (lambda: Around(before=lambda self, x: -x if x.detach().numpy().sum() < 0 else x), "into Python"),
+    (lambda: Around(before=lambda self, x: x if torch.equal(x, x.clamp(-9, 9)) else -x), "into Python"),
+    (lambda: Around(before=lambda self, x: -x if np.from_dlpack(x.detach()).sum() < 0 else x), "into Python"),
     (lambda: Around(keeps, mean=torch.zeros(4)), "mean differ.* from earlier passes"),
     (lambda: Around(counts, passes=0), "passes differ"),
     (lambda: Around(writes, frozen=nn.Parameter(torch.zeros(4), requires_grad=False)), "frozen differ"),

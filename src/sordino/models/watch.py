@@ -13,7 +13,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-READS = {"numpy", "tolist", "__array__"}  # methods of tensors that hand numbers to Python in other ways than `item`
+READS = {
+    "numpy",
+    "tolist",
+    "__array__",
+    "__dlpack__",
+}  # methods of tensors that hand numbers to Python in other ways than `item`
 # Operations that take the form of a tensor and none of its numbers.
 FORMS = {f"{what}_like" for what in ("empty", "full", "ones", "zeros", "rand", "randint", "randn")}
 FORMS |= {f"new_{what}" for what in ("empty", "empty_strided", "full", "ones", "zeros")}
@@ -84,7 +89,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.generator |= any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
         follows = name.split(".")[1] not in FORMS and any(self.follows(tensor) for tensor in given)
-        if name.startswith("aten._local_scalar_dense"):
+        if torch.Tag.data_dependent_output in func.tags:  # as of item and equal
             self.read = self.read or (_caller() if follows else "")
         elif selects or "grouped_mm" in name:
             self.shapes.add(name)
