@@ -350,7 +350,7 @@ def test_a_redirected_log_has_each_line_as_it_comes(capsys):
         {"what": "finished", "epsilon": 2.5, "sites": ["north"]},
     ]
     texts = ["waiting for north, south", "dp-fedgd, 3 rounds, beginning with round 1"]
-    texts += ["round 1 of 3  accuracy  50.0%  ε  1.250  1 site\n", "south did not answer in time (update)"]
+    texts += ["round 1 of 3  accuracy 50.0%  ε  1.250  1 site\n", "south did not answer in time (update)"]
     texts += ["round 2 of 3  ε  2.500  2 sites\n", "finished: ε = 2.5, 1 site\n"]
     shown = _shown(iter(lines))
     for line, text in zip(lines, texts, strict=True):

@@ -7,6 +7,7 @@ object can hold a key twice, so that a reader sees one value and a program anoth
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -73,6 +74,15 @@ def cell(text: str) -> str:
     except ValueError:
         return f"'{text}"
     return text
+
+
+def comment(text: str) -> str:
+    """A text of somebody else within a comment of a CSV file: on its line, and no part between separators a formula.
+
+    >>> comment("yes,=HYPERLINK(A1)")
+    "yes,'=HYPERLINK(A1)"
+    """
+    return re.sub(r"([,;]\s*)(?=[=+@-])", r"\1'", printable(text))
 
 
 def read_json(text: str | bytes) -> Any:

@@ -230,7 +230,7 @@ def test_a_name_of_somebody_else_is_no_formula_in_a_table(place, tmp_path, capsy
     """Programs of tables compute what begins with an equals sign: it may start programs and send other cells."""
 
     def change(about):
-        about["classes"][-1] = "=HYPERLINK(A1)\n=1"
+        about["classes"][-1] = "=HYPERLINK(A1)\n=1,=2"
         about["columns"][0] = "@SUM(A1)"
 
     model = foreign(place / "run", tmp_path / "model.safetensors", change)
@@ -243,4 +243,4 @@ def test_a_name_of_somebody_else_is_no_formula_in_a_table(place, tmp_path, capsy
     assert any("HYPERLINK" in cell for cell in cells)
     assert any("SUM" in cell for cell in cells)
     assert not [cell for cell in cells if cell[:1] in ("=", "@")]
-    assert [line[0] for line in texts[1].splitlines()[:3]] == ["#", "#", "f"]  # no comment has a line of its own
+    assert [line[0] for line in texts[1].splitlines()[:4]] == ["#", "#", "#", "f"]  # no comment has a line of its own

@@ -27,7 +27,7 @@ from sordino import files
 from sordino.core import SAFETY
 from sordino.data.preprocess import FEATURES_THRESHOLD, RADIUS, of_roots, scaler, whitening
 from sordino.errors import SordinoError, nearest
-from sordino.foreign import cell, printable
+from sordino.foreign import cell, comment
 from sordino.lazy import optional
 from sordino.models import registry
 from sordino.models.hazards import Hazards
@@ -214,7 +214,7 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         offset = offset - prepared.mean @ weight
     names = list(run.features) or [f"x{k}" for k in range(model.features)]
     outputs = list(map(cell, run.classes)) if model.outputs > 1 else list(map(cell, run.classes[-1:])) or [""]
-    event = printable(outputs[0])
+    event, about = comment(outputs[0]), comment(contrast(run))
     link = {
         Loss.SOFTMAX: "probabilities are softmax of intercept + sum of weight * feature, over the classes",
         Loss.LOGISTIC: f"probability of {event} is 1 / (1 + exp(-(intercept + sum of weight * feature)))",
@@ -240,10 +240,10 @@ def write_coefficients(run: LoadedRun, out: Path) -> None:
         model.kind, ("log_odds", "odds_ratio")
     )
     links = {
-        Loss.SQUARES: f"the value of {contrast(run)}" if contrast(run) else "the value",
+        Loss.SQUARES: f"the value of {about}" if about else "the value",
         Loss.POISSON: f"the logarithm of the rate (at most {model.cap:g})",
     }
-    link = f"{links.get(model.kind, f'the log odds of {contrast(run)}')} = intercept + sum of weight * feature"
+    link = f"{links.get(model.kind, f'the log odds of {about}')} = intercept + sum of weight * feature"
     found = effects(weight, float(offset), run.schema, _scale_of_all(run, prepared))
     _write_rows(run, out, link, units, names, weight, float(offset), found, what, ratio)
 
@@ -280,7 +280,7 @@ def _write_rows(
         if found is not None:
             file.write(_units_said(run, what, ratio))
         if intervals:
-            rows = f"rows of '{contrast(run)}' have"
+            rows = f"rows of '{comment(contrast(run))}' have"
             file.write(
                 f"# {rows} 95 % intervals: by Newton steps from the weights, with sampling error and the noise of the "
                 "run; blank where the noise hides a coefficient\n"
