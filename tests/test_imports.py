@@ -253,6 +253,17 @@ def test_accounts_of_gaussian_noise_import_neither_scipy_nor_what_is_slow_in_num
     assert not imports(MAIN, *(word.replace("RUN", str(finished)) for word in words)) & slow
 
 
+@pytest.mark.parametrize("mechanism", ["banded", "inverse-root"])
+def test_the_account_of_a_stream_imports_no_signal_processing(mechanism):
+    """It would take a second, twice as long as the account itself."""
+    code = (
+        "import sordino as so; from sordino.privacy import calibration; "
+        f"noise = so.build('dp-ftrl', mechanism='{mechanism}'); "
+        "calibration.query_noises(so.Plan(noise, 200, (50,) * 4, so.Privacy(), participation='cyclic:2'))"
+    )
+    assert not imports(code) & {"scipy.signal", "scipy.optimize", "scipy.stats"}
+
+
 def test_own_names_need_no_entry_points():
     code = "import sordino.plugins; from sordino.methods import build; build('dp-fedgd')"
     assert "importlib.metadata" not in imports(code)

@@ -624,6 +624,25 @@ def test_figures_at_other_deltas_hold_for_every_client():
         assert events.guess(group.releases, found.privacy.adjacency) <= cert["guess"] + 1e-6
 
 
+@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16"])
+def test_nobody_pays_for_a_strict_client_among_many_sizes(batch, monkeypatch):
+    """More accounts than are computed one by one: those that are taken together are covered at the smallest epsilon."""
+    sizes = tuple(int(30 * 1.06**i) for i in range(100))
+    asked = {"batch": batch, "sizes": sizes, "rounds": 5000, "epsilon": 2.0, **SA}
+    free, found = plan(**asked), plan(**asked, requested_epsilons={40: 0.5})
+    cheaper = free.weights.max() / found.weights.max()
+    assert calibration.aggregate_std(found, 0) < 1.1 * calibration.aggregate_std(free, 0) / cheaper
+    assert spending.client_epsilon(found, 40) <= 0.5
+    assert spending.epsilon(found) <= 2.0
+
+    def by_rates(accounts):
+        """A mutant: accounts of like rates are taken together, whatever their epsilon."""
+        return [calibration._merged(group) for group in calibration._grouped(accounts, lambda group: True)]
+
+    monkeypatch.setattr(calibration, "_few", by_rates)
+    assert calibration.aggregate_std(replace(found, rounds=4999), 0) > 2 * calibration.aggregate_std(free, 0)
+
+
 def test_a_schedule_that_can_be_guessed_is_not_certified():
     secret = plan(**PLANS["whole clients, add-remove"])
     assert certificate(secret, Secure(), version="0")["certified"]

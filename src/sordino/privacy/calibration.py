@@ -327,8 +327,9 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
 
 
 def _few(accounts: list[SampledAccount]) -> list[SampledAccount]:
-    """Accounts with at most MOST_RELEASES sampled releases: those whose rates differ by less than some factor, as small
-    as possible, become one that covers them."""
+    """Accounts with at most MOST_RELEASES sampled releases: those whose rates and whose epsilons differ by less than
+    some factor, as small as possible, become one that covers them. It keeps the smallest epsilon of its members, so a
+    strict client is never taken together with others that are far from it."""
     each = max(
         sum(EPOCH_RELEASES if release.sampler is Sampler.ALLOCATION else 1 for release in account.releases)
         for account in accounts
@@ -338,7 +339,17 @@ def _few(accounts: list[SampledAccount]) -> list[SampledAccount]:
         return accounts
 
     def grouped(factor: float) -> list[list[SampledAccount]]:
-        return _grouped(accounts, lambda group: _rates(group[-1]) <= [factor * rate for rate in _rates(group[0])])
+        alike: list[list[SampledAccount]] = []  # by epsilon, in ascending order
+        for account in sorted(accounts, key=lambda account: account.epsilon):
+            if alike and account.epsilon <= factor * alike[-1][0].epsilon:
+                alike[-1].append(account)
+            else:
+                alike.append([account])
+
+        def near(group: list[SampledAccount]) -> bool:
+            return _rates(group[-1]) <= [factor * rate for rate in _rates(group[0])]
+
+        return [group for each in alike for group in _grouped(each, near)]
 
     low, high = 1.0, 2.0
     while len(grouped(high)) > most and high < MOST_RATIO:

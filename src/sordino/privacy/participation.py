@@ -102,8 +102,10 @@ def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
     """The clients with the `amount` smallest words. Distinct words have a uniform order; equal ones are redrawn."""
     for attempt in range(2**16):
         words = uniforms.words(Address(0, t, 0, attempt), clients)
-        if len(np.unique(words)) == clients:
-            return np.sort(np.argsort(words, kind="stable")[:amount])
+        order = np.argsort(words)
+        ordered = words[order]
+        if (ordered[1:] != ordered[:-1]).all():
+            return np.sort(order[:amount])
     raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
 
 

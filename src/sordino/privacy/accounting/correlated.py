@@ -142,11 +142,12 @@ def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) ->
 
 def toeplitz(rounds: int, diagonals: np.ndarray) -> Correlated:
     """The noise whose encoder has these diagonals, from the main one down, and columns that are scaled to norm 1."""
-    from scipy.signal import lfilter  # slow to import, and few methods need it
-
     impulse = np.eye(1, rounds)[0]
-    encoder = scipy.linalg.toeplitz(lfilter(diagonals, [1.0], impulse), 0 * impulse)
-    inverse = scipy.linalg.toeplitz(lfilter([1.0], diagonals, impulse), 0 * impulse)
+    column = np.pad(diagonals[:rounds], (0, max(rounds - len(diagonals), 0)))
+    encoder = scipy.linalg.toeplitz(column, 0 * impulse)
+    # Not `scipy.signal.lfilter`, whose import takes a second.
+    first = _quotient(impulse[:, None] / diagonals[0], diagonals[:, None] / diagonals[0])[:, 0]
+    inverse = scipy.linalg.toeplitz(first, 0 * impulse)
     norms = np.linalg.norm(encoder, axis=0)
     return Correlated(encoder / norms, norms[:, None] * inverse)
 

@@ -24,6 +24,7 @@ from sordino.privacy.accounting.correlated import MOST_CORRELATED_ROUNDS
 
 MOST_BANDS = 4096
 MOST_COVARIANCES = 2**22  # of a client's own rows that are computed; beyond, the bound of the whole stream counts
+MOST_BAND_ENTRIES = 2**21  # of a banded system: 16 MiB
 MOST_FIRST_COVARIANCES = 2**18  # of rounds that have fewer earlier draws than bands, which are computed one by one
 UNIT_ROUNDOFF = 2.0**-53
 
@@ -55,6 +56,11 @@ class InverseRoot(Noise):
         k = np.arange(1, min(self.bands, self.rounds))
         return np.cumprod(np.concatenate([[1.0], (2 * k - 3) / (2 * k)]))
 
+    @cached_property
+    def _band(self) -> np.ndarray:
+        """The decoder in LAPACK's lower banded form."""
+        return np.asfortranarray(np.repeat(self.coefficients[:, None], self.rounds, axis=1))
+
     @property
     def decoder(self) -> np.ndarray:
         """The dense decoder, for few rounds."""
@@ -67,7 +73,10 @@ class InverseRoot(Noise):
 
     def solve(self, x: np.ndarray) -> np.ndarray:
         """C @ x, by the recurrence. No term is negative if x is not, so every entry keeps its digits."""
-        from scipy.signal import lfilter  # slow to import, and few methods need it
+        if len(self.coefficients) * self.rounds <= MOST_BAND_ENTRIES:
+            solution, _ = scipy.linalg.lapack.dtbtrs(self._band[:, : len(x)], x, uplo="L", diag="U")
+            return np.asarray(solution).reshape(len(x))
+        from scipy.signal import lfilter  # takes a second to import, but little memory for long streams
 
         return np.asarray(lfilter([1.0], self.coefficients, x))
 
