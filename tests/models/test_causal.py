@@ -253,6 +253,30 @@ def test_mistakes_name_their_field(folder, words, message):
         causal.build(given.pop("weights"), **given)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("family", ["bloom", "gpt_neox", "falcon", "phi3"])
+def test_one_layer_for_queries_keys_and_values_is_adapted(family, rows, tmp_path):
+    """BLOOM has no table of positions either, so that it reads sequences of any length. PEFT computes the same."""
+    peft = pytest.importorskip("peft", reason="pip install sordino[transformers]")
+    from transformers import AutoModelForCausalLM
+
+    folder = language.fused(tmp_path / family, family)
+    model = causal.build(folder, length=LENGTH, rank=2, dropout=0.0, check=True)
+    theta = model.init() + 0.1 * torch.randn(model.size, generator=torch.Generator().manual_seed(0))
+    ours = functional_call(module_of(model).eval(), model.split(theta), (rows[:3],), {"tokens": True})
+    save_peft(tmp_path / "adapter", model, theta)
+    theirs = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(rows[:3].long()).logits, ours, rtol=1e-4, atol=1e-5)
+    long = 33 if family == "bloom" else 3
+    assert len(causal.generate(model, theta, [1] * long, most=2)) <= 2
+    if family != "bloom":
+        with pytest.raises(SordinoError, match="length: 33 must lie between 2 and 32, the positions"):
+            causal.build(folder, length=33)
+    with pytest.raises(SordinoError, match="length: 1 must"):
+        causal.build(folder, length=1)
+
+
 def test_a_classifier_is_no_language_model(model):
     with pytest.raises(SordinoError, match=r"use causal\.build"):
         causal.perplexity(TorchModel(torch.nn.Linear(3, 2)), torch.zeros(8), torch.ones(2, 3))

@@ -68,6 +68,22 @@ def gpt2(folder, layers=1, width=16):
     return folder
 
 
+def fused(folder, family):
+    """A causal language model of a family that has one layer for queries, keys and values."""
+    transformers = pytest.importorskip("transformers", reason="pip install sordino[transformers]")
+    import torch
+
+    torch.manual_seed(0)
+    folder.mkdir()
+    more = {"n_layer": 1, "n_head": 2} if family == "bloom" else {"max_position_embeddings": 32} | SIZES
+    config = transformers.AutoConfig.for_model(
+        family, **({"hidden_size": 16, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0} | more)
+    )
+    config.vocab_size = tokenizer(folder, "gpt2")
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 def mixtral(folder, **more):
     """A mixture of experts, whose router sends each token to two of four experts."""
     transformers = pytest.importorskip("transformers", reason="pip install sordino[transformers]")

@@ -126,6 +126,12 @@ def _special_tokens(about: Any, weights: str | Path) -> SpecialTokens:
     return SpecialTokens(pad, end, frozenset(known), int(about.vocab_size))
 
 
+def _positions(about: Any) -> int | None:
+    """The longest sequence that a model reads; None for one that has no table of positions, such as BLOOM."""
+    most = getattr(about, "max_position_embeddings", None) or getattr(about, "max_seq_len", None)
+    return None if most is None else int(most)
+
+
 def _reads_backwards(network: nn.Module) -> bool:
     """Whether what a model says at a token follows from that token and earlier ones alone."""
     ids = torch.tensor([[0, 1, 0, 1], [0, 1, 0, 0]], device=next(network.parameters()).device)
@@ -183,8 +189,10 @@ def build(
             "do; name the folder of a causal language model, such as GPT-2."
         )
     special = _special_tokens(about, weights)
-    if not 2 <= length <= about.max_position_embeddings:
-        raise SordinoError(f"length: {length} must lie between 2 and {about.max_position_embeddings}, the positions.")
+    most = _positions(about)
+    if length < 2 or (most is not None and length > most):
+        upper = "be at least 2" if most is None else f"lie between 2 and {most}, the positions"
+        raise SordinoError(f"length: {length} must {upper}.")
     how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
     adapt(network, targets=targets, head=[], seed=seed, **how)
     module = Sequences(network, special.pad, special.pad == special.end, after)
@@ -282,7 +290,7 @@ def generate(
     generator, ids = torch.Generator().manual_seed(seed), list(map(int, tokens))
     module.eval()
     for _ in range(most):
-        row = torch.tensor([ids[-int(about.max_position_embeddings) :]], device=theta.device)
+        row = torch.tensor([ids[-(_positions(about) or len(ids)) :]], device=theta.device)
         with torch.no_grad():
             z = functional_call(module, params, (row,), {"tokens": True})[0, -1].float().cpu()
         drawn = torch.multinomial((z / temperature).softmax(-1), 1, generator=generator) if temperature else z.argmax()

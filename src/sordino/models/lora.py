@@ -23,7 +23,10 @@ from sordino.errors import SordinoError, check_known
 from sordino.models.per_example import RULES, Tape, linear, tape
 from sordino.models.pretrained import LORA_VARIANTS
 
-TARGETS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin", "qkv", "in_proj", "c_attn")
+TARGETS = (
+    *("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin"),
+    *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj"),  # one layer for all three
+)
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
 RATES = (
     "attention_dropout",
