@@ -8,7 +8,7 @@ import torch
 from scipy.optimize import brentq
 
 from sordino.core import Centre, Facts
-from sordino.rules.confidence import Spread, factor_and_shift, moved, same_mean, tempered, unclipped, unspread
+from sordino.rules.confidence import Spread, factor_and_shift, moved, settled, tempered, unclipped, unspread
 from sordino.rules.kalman import has_risks
 from sordino.training.metrics import calibration_slope
 
@@ -42,15 +42,28 @@ def test_what_a_clip_does_to_the_slope_is_undone(bound, rare):
     assert float(slope) == pytest.approx(wanted, abs=0.06)
 
 
+@pytest.mark.parametrize("rare", [-1.5, -3.0])
+def test_what_a_clip_does_to_the_mean_risk_is_undone(rare):
+    """Records of the rare class are clipped more often, so that their risks are too small on average."""
+    rng = np.random.default_rng(0)
+    z = rng.normal(0, 1.5, 40_000)
+    y = (rng.random(40_000) < 1 / (1 + np.exp(-(z + rare)))).astype(float)
+    w, b = clipped_solution(z, y, 0.35)
+    factor, shift = factor_and_shift(ONE * w * 1.5, ONE * b, spread(1, residual=0.35))
+    before, after = (np.mean(1 / (1 + np.exp(-each))) for each in (w * z + b, float(factor) * w * z + b + float(shift)))
+    assert before < 0.92 * y.mean()
+    assert after == pytest.approx(y.mean(), rel=0.03)
+
+
 def test_without_a_clip_nothing_is_undone():
     slope, per_record = unclipped(2 * ONE, 0.3 * ONE, ONE)
     assert float(slope) == pytest.approx(1, abs=1e-6)
     assert 4 < float(per_record) < 10, "1 / (p (1 - p)), averaged"
 
 
-def test_a_factor_keeps_the_mean_risk():
+def test_without_a_clip_a_factor_keeps_the_mean_risk():
     varied, intercept, factor = 3 * ONE, -2 * ONE, 0.4 * ONE
-    shift = same_mean(varied, intercept, factor)
+    shift = settled(varied, intercept, factor, ONE) - intercept
     t = np.random.default_rng(0).normal(0, math.sqrt(3), 400_000)
 
     def mean(by, extra):
@@ -58,7 +71,7 @@ def test_a_factor_keeps_the_mean_risk():
 
     exact = brentq(lambda extra: mean(0.4, extra) - mean(1, 0), -3, 3)
     assert float(shift) == pytest.approx(exact, abs=0.01)
-    assert float(same_mean(varied, intercept, ONE)) == pytest.approx(0, abs=1e-9)
+    assert float(settled(varied, intercept, ONE, ONE)) == pytest.approx(-2, abs=1e-9)
 
 
 def test_noise_and_few_records_leave_less_of_the_weights():
