@@ -293,13 +293,18 @@ def _files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
 
 def weights(model: str, data_dir: str | None) -> str | None:
     """The folder of published weights: DIR/roberta-base of roberta-base-lora."""
-    places = (root / model.removesuffix("-lora") for root in roots(data_dir))
+    places = (root / _folder(model) for root in roots(data_dir))
     return next((str(place) for place in places if (place / "config.json").is_file()), None)
 
 
 def command(values: dict[str, Any]) -> str:
     """The run as one command."""
     return " ".join(["sordino run", *(f"--set {key}={shlex.quote(str(value))}" for key, value in values.items())])
+
+
+def _folder(model: str) -> str:
+    """The folder of its weights."""
+    return model.removesuffix("-lora")
 
 
 def _at_hand(table: str, data_dir: str | None) -> list[str]:
@@ -314,17 +319,18 @@ def _at_hand(table: str, data_dir: str | None) -> list[str]:
         notes.append(
             f"data not at hand: {table} needs {wanted}. Name DIR by --data-dir, or let sordino run download them"
         )
-    if absent := [model.removesuffix("-lora") for model, folder in folders.items() if folder is None]:
+    if absent := [_folder(model) for model, folder in folders.items() if folder is None]:
         notes.append(
             f"weights not at hand: {table} needs {', '.join(absent)}, each as save_pretrained writes it (with "
             f"tokenizer.json where it reads text) in a folder of that name under DIR; none are downloaded"
         )
     for model in dict.fromkeys(each for row in everything for each in row.models):
-        row = next((row for row in everything if model in row.models and sets[row.data]), None)
-        if row is not None and (model not in models or folders[model]):
-            more: dict[str, Any] = {"weights": folders[model]} if folders.get(model) else {}
-            more |= {"data_dir": data_dir} if data_dir else {}
-            notes.append(f"to run it: {command(preset(table, row.data, 'dp-fedadamw', model=model, **more))}")
+        row = max((row for row in everything if model in row.models), key=lambda row: bool(sets[row.data]))
+        here = bool(sets[row.data] and (model not in models or folders[model]))
+        more: dict[str, Any] = {"weights": folders[model] or f"DIR/{_folder(model)}"} if model in models else {}
+        more |= {"data_dir": data_dir or "DIR"} if data_dir or not here else {}
+        when = "" if here else ", with its files in DIR"
+        notes.append(f"to run it{when}: {command(preset(table, row.data, 'dp-fedadamw', model=model, **more))}")
     if sets.get("sst2") and package_folder() is not None:
         notes.append(
             "SST-2 and MiniLM are at hand: benchmarks/sst2.py runs this configuration on minilm-lora in place of "

