@@ -416,6 +416,11 @@ class Correlated(Noise):
     decoder: np.ndarray
 
     @property
+    def length(self) -> int:
+        """The number of rounds that the noise was factorised for."""
+        return len(self.decoder)
+
+    @property
     def separate(self) -> bool:
         """Every release has noise of its own, of a size fixed beforehand: nothing is carried from round to round."""
         square = all(factor.shape[0] == factor.shape[1] for factor in (self.encoder, self.decoder))
@@ -446,7 +451,7 @@ class Correlated(Noise):
         bound = self.sensitivity(rounds)
         if not len(rounds):
             return bound
-        rows = self.decoder[rounds]
+        rows = self.decoder_rows(rounds)
         covariance = rows @ rows.T
         try:
             inverse = np.linalg.inv(covariance)
@@ -454,11 +459,16 @@ class Correlated(Noise):
             return bound
         # With R = 1 - S inverse, S^-1 = inverse (1 - R)^-1: its entries sum to at most those of `inverse` / (1 - |R|).
         # The second term bounds the rounding of both products.
-        rounding = 8 * (len(rounds) + rows.shape[1]) * 2.0**-52 * (np.abs(rows) @ (np.abs(rows).T @ np.abs(inverse)))
-        error = float((np.abs(np.eye(len(rounds)) - covariance @ inverse) + rounding).sum(1).max())
+        products = np.abs(rows) @ (np.abs(rows).T @ np.abs(inverse).sum(1))
+        rounding = 8 * (len(rounds) + rows.shape[1]) * 2.0**-52 * products
+        error = float((np.abs(np.eye(len(rounds)) - covariance @ inverse).sum(1) + rounding).max())
         if not error < MOST_ERROR:  # too few digits are left of the inverse
             return bound
         return min(bound, math.sqrt(float(np.abs(inverse).sum()) / (1 - error)))
+
+    def decoder_rows(self, rounds: np.ndarray) -> np.ndarray:
+        """The decoder's rows of these rounds."""
+        return np.asarray(self.decoder[rounds])
 
     def largest_column(self, rounds: np.ndarray) -> float | None:
         """The largest norm of the encoder's columns of these rounds, if no two of them share a row; else None.

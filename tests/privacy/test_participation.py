@@ -11,6 +11,7 @@ from sordino.core import Privacy
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration, participation, spending
+from sordino.privacy.mechanisms import random
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -144,6 +145,9 @@ def test_a_schedule_is_not_numpy_s(text, monkeypatch):
     monkeypatch.setattr(np.random, "Generator", None)
     assert drawn(text, 2**100) == before
     monkeypatch.setattr(participation.Secure, "words", Seeded(1).words)
+    monkeypatch.setattr(
+        participation.Secure, "word_rows", lambda _, at, count: np.stack([Seeded(1).words(each, count) for each in at])
+    )
     assert drawn(text, 2**100, 5) != before[:5]
 
 
@@ -162,6 +166,33 @@ def test_equal_words_are_drawn_anew():
     """A tie broken by place would favour the first clients."""
     uniforms = Words((0, 0, [5, 1, 1, 9]), (0, 1, [9, 9, 1, 1]), (0, 2, [8, 2**64 - 1, 3, 2**63]))
     assert participation._subset(uniforms, 0, 4, 2).tolist() == [0, 2]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_cohorts_of_many_rounds_are_those_of_each_round(fresh, monkeypatch):
+    """Rounds are drawn together, also where a cipher cannot be set back. A tie has all of them drawn one by one."""
+    uniforms = participation.Secure(b"k" * 32)
+    monkeypatch.setattr(participation, "WORDS", 7 * 40)
+    if fresh:
+        begin = random._chacha20()
+        monkeypatch.setattr(random, "_chacha20", lambda: lambda *given: Encryptor(begin(*given)))
+    together = participation._subsets(uniforms, 30, 40, 9)
+    one_by_one = [participation._subset(uniforms, t, 40, 9) for t in range(30)]
+    np.testing.assert_array_equal(together, one_by_one)
+    assert participation._subsets(uniforms, 2, 5, 5)[1].tolist() == [0, 1, 2, 3, 4]
+
+
+class Encryptor:
+    """Without `reset_nonce`, as before cryptography 43."""
+
+    def __init__(self, stream):
+        self.update_into = stream.update_into
+
+
+def test_a_tie_in_a_round_does_not_change_the_others(monkeypatch):
+    uniforms = Words((0, 0, [5, 1, 1, 9]), (0, 1, [9, 8, 2, 1]), (1, 0, [8, 2**64 - 1, 3, 2**63]))
+    uniforms.word_rows = lambda addresses, count: np.stack([uniforms.words(at, count) for at in addresses])
+    assert [cohort.tolist() for cohort in participation._subsets(uniforms, 2, 4, 2)] == [[2, 3], [0, 2]]
 
 
 def test_a_coin_falls_below_its_rate_to_the_last_bit():

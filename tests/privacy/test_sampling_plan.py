@@ -229,6 +229,60 @@ def test_exact_rates_of_sums_need_less_noise_than_rounded_ones(monkeypatch):
     assert calibration.summed_noise(plan(**keys))[0] > 1.03 * exact
 
 
+@pytest.mark.parametrize("batch", ["poisson:4", "fixed:4", "allocation:4"])
+def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
+    """Few searches, of few curves each, cover all clients: nobody spends more, and nobody has one percent more noise
+    than with an account of its own."""
+    rng = np.random.default_rng(0)
+    found = plan(batch=batch, who="fixed:10", sizes=tuple(rng.integers(20, 60, 100).tolist()), rounds=3000)
+    curves, searched = [], []
+    for name, calls in (("_curve", curves), ("_search", searched)):
+        whole = getattr(subsampled, name)
+        monkeypatch.setattr(subsampled, name, lambda *a, f=whole, c=calls, **k: c.append(a) or f(*a, **k))
+    monkeypatch.setattr(subsampled, "_stored", lambda key: None)
+    std = calibration.client_std(found, 0, 0)
+    groups = spending.groups(found)
+    assert len(searched) < 0.8 * len(groups)
+    assert len(curves) < 2 * len(searched)
+    chosen = groups[:: len(groups) // 2]
+    assert max(spending.epsilon_of(found, group) for group in chosen) <= 3.0
+    monkeypatch.setattr(calibration, "MOST_RATES", 10**9)  # an account for each number of releases
+    own = calibration.client_std(replace(found), 0, 0)
+    assert (std < 1.01 * own + 0.006 * own).all()  # both searches end up to half a percent too high
+    assert std.mean() < 1.006 * own.mean()
+
+
+def test_clients_without_releases_are_searched_beside_others():
+    some = [
+        SampledAccount([SampledGaussian(0.1, 1.0, times)], 0.0, epsilon) for times, epsilon in ((9, 2.0), (12, 2.0))
+    ]
+    never, free = SampledAccount([], 0.0, 2.0), SampledAccount(some[0].releases, 0.0, math.inf)
+    found = subsampled.scales([some[0], never, free, some[1], never], 1e-5, Adjacency.ADD_REMOVE)
+    assert [found[n] for n in (1, 2, 4)] == [0.0] * 3
+    assert 0 < found[0] < found[3]
+
+
+def test_the_worst_group_is_found_among_those_with_most_releases(monkeypatch):
+    sizes = (20,) * 12 + (60,) * 12
+    found = plan(batch="poisson:4", who="fixed:8", sizes=sizes, rounds=40, noise=3.0)
+    groups, asked = spending.groups(found), []
+    largest = max(spending.epsilon_of(found, group) for group in groups)
+    whole = events.epsilon
+    monkeypatch.setattr(events, "epsilon", lambda *given: asked.append(given) or whole(*given))
+    assert spending.epsilon_of(found, spending.worst(found)) == largest
+    assert len(asked) <= 3 < len(groups)
+
+
+def test_numbers_of_releases_rise_by_less_than_a_step():
+    numbers = np.random.default_rng(1).integers(1, 3000, 400).astype(float)
+    rounded = calibration._rounded_up(numbers)
+    assert (rounded >= numbers).all()
+    assert (rounded < numbers * calibration.TIMES_STEP).all()
+    assert set(rounded) <= set(numbers)
+    assert len(set(rounded)) < len(set(numbers)) / 2
+    np.testing.assert_array_equal(calibration._rounded_up(np.array([0.0, 3.0, 3.0, 0.0])), [0, 3, 3, 0])
+
+
 # ----------------------------------------------------------------------------------------------------- who is hidden
 
 

@@ -31,6 +31,7 @@ from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
 from sordino.privacy.releases import (
+    MOST_RATES,
     QueryNoise,
     account_columns,
     person_factor,
@@ -44,6 +45,7 @@ EPOCH_RELEASES = 1.8  # what one with epochs counts for
 MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
+TIMES_STEP = 1.015  # where every message is visible and accounts are many, numbers of releases rise by this factor
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
 
@@ -267,6 +269,9 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     if plan.only_sums_visible:
         accounts = _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
+    elif number > MOST_RATES:
+        accounts, levels = _like(accounts)
+        which = levels[which.reshape(-1)]
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
@@ -279,7 +284,8 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
             margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
             factors = np.full(1, _largest_factor(needs, delta, adjacency) * margin)
         else:
-            factors = np.array(subsampled.scales(needs, delta, adjacency))
+            margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
+            factors = np.array(subsampled.scales(needs, delta, adjacency)) * margin
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
 
 
@@ -393,6 +399,30 @@ def _with_noise(account: SampledAccount, factor: float) -> SampledAccount:
     """The account with every standard deviation multiplied by the factor."""
     releases = [release._replace(mu=release.mu / factor) for release in account.releases]
     return account._replace(releases=releases, gaussian_mu=account.gaussian_mu / factor)
+
+
+def _like(accounts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Accounts with few different numbers of releases, and which of them covers each of the given ones.
+
+    Numbers of releases are rounded up, by less than TIMES_STEP. Noise grows at most with their root, so by less than
+    0.75 percent. Accounts with the same rates follow each other, so that a search can start where the last one points.
+    """
+    levels = accounts.copy()
+    for column in range(2, accounts.shape[1] - 1, 4):
+        levels[:, column] = _rounded_up(accounts[:, column])
+    distinct, which = np.unique(levels, axis=0, return_inverse=True)
+    order = np.lexsort((distinct[:, 2:-1:4].sum(1), distinct[:, 3:-1:4].sum(1), distinct[:, -1]))
+    return distinct[order], np.argsort(order)[which.reshape(-1)]
+
+
+def _rounded_up(numbers: np.ndarray) -> np.ndarray:
+    """Each number as the largest of those that differ from the smallest of its level by less than TIMES_STEP."""
+    result, start = np.sort(numbers), 0
+    while start < len(result):
+        stop = int(np.searchsorted(result, max(result[start] * TIMES_STEP, np.nextafter(result[start], np.inf))))
+        result[start:stop] = result[stop - 1]
+        start = stop
+    return np.asarray(result[np.searchsorted(np.sort(numbers), numbers)])
 
 
 def _largest(accounts: np.ndarray) -> np.ndarray:

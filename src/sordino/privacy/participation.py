@@ -14,6 +14,7 @@ from sordino.errors import SordinoError, nearest
 from sordino.privacy.mechanisms.random import Address, Secure
 
 FULL = "full"
+WORDS = 2**18  # of the draws of several rounds that are ordered at once
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Participation:
             raise SordinoError(f"seed: {seed} must be at least 0 for a schedule.")
         uniforms = Secure(_key(seed))
         if self.kind == "fixed":
-            return [_subset(uniforms, t, clients, int(self.amount)) for t in range(rounds)]
+            return _subsets(uniforms, rounds, clients, int(self.amount))
         return [_independent(uniforms, t, clients, self.amount) for t in range(rounds)]
 
 
@@ -98,14 +99,28 @@ def _key(seed: int) -> bytes:
     return hashlib.blake2b(number, digest_size=32, person=b"sordino schedule").digest()
 
 
+def _subsets(uniforms: Secure, rounds: int, clients: int, amount: int) -> list[np.ndarray]:
+    """`_subset` of every round, of many rounds at once."""
+    subsets, together = list[np.ndarray](), max(1, WORDS // clients)
+    for start in range(0, rounds, together):
+        some = range(start, min(start + together, rounds))
+        words = uniforms.word_rows([Address(0, t, 0) for t in some], clients)
+        ordered = np.sort(words, axis=1)
+        if (ordered[:, 1:] == ordered[:, :-1]).any():
+            subsets += [_subset(uniforms, t, clients, amount) for t in some]
+        else:
+            chosen = np.nonzero(words <= ordered[:, amount - 1 : amount])[1]
+            subsets += list(chosen.reshape(-1, amount))
+    return subsets
+
+
 def _subset(uniforms: Secure, t: int, clients: int, amount: int) -> np.ndarray:
     """The clients with the `amount` smallest words. Distinct words have a uniform order; equal ones are redrawn."""
     for attempt in range(2**16):
         words = uniforms.words(Address(0, t, 0, attempt), clients)
-        order = np.argsort(words)
-        ordered = words[order]
+        ordered = np.sort(words)  # of values, which takes a tenth of the time of `argsort`
         if (ordered[1:] != ordered[:-1]).all():
-            return np.sort(order[:amount])
+            return np.flatnonzero(words <= ordered[amount - 1])
     raise SordinoError(f"participation: {clients} clients are too many to order by words of 64 bits.")
 
 

@@ -67,13 +67,17 @@ def participation_table(plan: Plan, stage: int, done: int | None = None) -> np.n
     Args:
       done: only the first `done` rounds of the plan have taken place (default: all).
     """
-    start = sum(plan.stage_rounds[:stage])
     table = np.zeros((plan.stage_rounds[stage], plan.clients), dtype=bool)
-    stop = plan.rounds if done is None else done
-    cohorts = plan.cohorts[start : min(start + len(table), stop)]
-    if cohorts:
+    if cohorts := _stage_cohorts(plan, stage, done):
         table[np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts]), np.concatenate(cohorts)] = True
     return table
+
+
+def _stage_cohorts(plan: Plan, stage: int, done: int | None) -> list[np.ndarray]:
+    """The participants of each of the stage's rounds until `done`."""
+    start = sum(plan.stage_rounds[:stage])
+    stop = plan.rounds if done is None else done
+    return plan.cohorts[start : min(start + plan.stage_rounds[stage], stop)]
 
 
 def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -92,9 +96,10 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
         over = [int(np.searchsorted(path.attended, stop)) for path in paths]
         squares = [path.squares[k] for path, k in zip(paths, over, strict=True)]
         return np.array(over).clip(max=1), np.sqrt(squares)
-    table = participation_table(plan, stage, done)
     if not mechanism.spans_rounds:
-        return table.sum(0) * query.calls, np.ones(plan.clients)
+        came = np.concatenate([np.zeros(0, dtype=int), *_stage_cohorts(plan, stage, done)])
+        return np.bincount(came, minlength=plan.clients) * query.calls, np.ones(plan.clients)
+    table = participation_table(plan, stage, done)
     drawn = bool((sampling_rates(plan, query) < 1).any())
     factors: dict[bytes, float] = {}  # clients that took part in the same rounds share one
     keys = [column.tobytes() for column in np.packbits(table, axis=0).T]

@@ -59,7 +59,22 @@ def epsilon_of(plan: Plan, group: Group, delta: float | None = None) -> float:
 
 def worst(plan: Plan, done: int | None = None) -> Group:
     """The group with the largest epsilon, after `done` rounds."""
-    return max(groups(plan, done), key=lambda group: epsilon_of(plan, group))
+    return max(_exceeded_by_none(groups(plan, done)), key=lambda group: epsilon_of(plan, group))
+
+
+def _exceeded_by_none(candidates: tuple[Group, ...]) -> list[Group]:
+    """The groups without those that make the same releases as another one at the same noise, but less often: their
+    epsilon is no larger."""
+    most: dict[tuple[Release, ...], tuple[tuple[int, ...], Group]] = {}
+    kept = []
+    for group in candidates:
+        alike = tuple(release._replace(times=1) for release in group.releases)
+        times = tuple(release.times for release in group.releases)
+        if len(times) != 1:
+            kept.append(group)
+        elif alike not in most or times > most[alike][0]:
+            most[alike] = times, group
+    return kept + [group for _, group in most.values()]
 
 
 def epsilon(plan: Plan, done: int | None = None) -> float:

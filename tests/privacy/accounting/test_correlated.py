@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from scipy.optimize import minimize
 
-from sordino.core import Correlated
+from sordino.core import Correlated, Privacy, Trust
 from sordino.errors import SordinoError
-from sordino.privacy.accounting import correlated, gaussian
+from sordino.methods import build
+from sordino.privacy import calibration
+from sordino.privacy.accounting import correlated, gaussian, tree_factors
 from sordino.privacy.accounting.correlated import (
     MOST_CORRELATED_ROUNDS,
     TREE_SLACK,
@@ -24,6 +26,9 @@ from sordino.privacy.accounting.correlated import (
     tree,
 )
 from sordino.privacy.accounting.inverse_root import InverseRoot
+from sordino.privacy.accounting.tree_factors import TreeFactors
+from sordino.privacy.mechanisms.correlated import MOST_STRETCH
+from sordino.privacy.plan import Plan
 
 EXACT = 1e-9  # relative: the factors are products of few float64 numbers
 T = 70
@@ -615,13 +620,96 @@ def patterns(rounds, rng):
 @pytest.mark.parametrize("rounds", [1, 2, 13, 64, 70])
 def test_sums_over_nodes_are_the_sensitivities_of_dense_factors(rounds, restart):
     noise, same = EfficientTree(rounds, restart), least_squares(tree(rounds, restart=restart))
-    assert np.array_equal(noise.encoder, same.encoder)
-    assert np.array_equal(noise.decoder, same.decoder)
+    np.testing.assert_allclose(noise.encoder, same.encoder, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(noise.decoder, same.decoder, rtol=0, atol=1e-13)
     for chosen in patterns(rounds, np.random.default_rng(rounds)):
-        assert noise.sensitivity(chosen) == same.sensitivity(chosen)
+        assert noise.sensitivity(chosen) == pytest.approx(same.sensitivity(chosen), rel=1e-13)
         own, by_inverse = noise.over_nodes(chosen), same.released_sensitivity(chosen)
         assert by_inverse * (1 - 1e-9) <= own <= by_inverse * (1 + 1.1 * TREE_SLACK)
         assert by_inverse * (1 - 1e-9) <= noise.released_sensitivity(chosen) <= own * (1 + 1e-9)
+
+
+STRUCTURED = {
+    "efficient tree": lambda: EfficientTree(300),
+    "restarted": lambda: EfficientTree(45, 10),
+    "restarted in each round": lambda: EfficientTree(5, 1),
+    "schedule": lambda: schedule(200),
+    "independent": lambda: independent(7),
+    "banded": lambda: banded(200, 10),
+    "banded, with momentum": lambda: banded(120, 300, 0.9, 0.1),
+    "a band of one": lambda: banded(5, 1),
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_structured_noise_is_accounted_for_as_its_dense_factors(name):
+    noise = STRUCTURED[name]()
+    dense = Correlated(noise.encoder, noise.decoder)
+    assert noise.length == dense.length
+    assert noise.separate == dense.separate
+    for chosen in patterns(noise.length, np.random.default_rng(3)):
+        assert noise.sensitivity(chosen) == pytest.approx(dense.sensitivity(chosen), rel=1e-12)
+        own = dense.released_sensitivity(chosen)
+        assert own * (1 - 1e-9) <= noise.released_sensitivity(chosen) <= own * (1 + 1.1 * TREE_SLACK)
+        np.testing.assert_allclose(noise.decoder_rows(chosen), dense.decoder_rows(chosen), rtol=0, atol=1e-14)
+        largest = dense.largest_column(chosen)
+        assert noise.largest_column(chosen) == (None if largest is None else pytest.approx(largest, rel=1e-12))
+
+
+@pytest.mark.parametrize("name", STRUCTURED)
+def test_the_stretch_of_structured_noise_covers_its_residual(name):
+    """Mutant: a decoder that is off by one part in 2^40."""
+    noise = STRUCTURED[name]()
+    norms = np.linalg.norm(noise.encoder, axis=0)
+
+    def residual(decoder):
+        off = np.eye(noise.length) - decoder.astype(np.longdouble) @ noise.encoder.astype(np.longdouble)
+        return math.sqrt(noise.length) * float((norms @ np.abs(off) / norms).max())
+
+    assert residual(noise.decoder) <= noise.stretch() <= MOST_STRETCH / 100
+    assert residual(noise.decoder * (1 + 2.0**-30)) > noise.stretch()
+
+
+@pytest.mark.parametrize("height", [0, 1, 5, 8])
+def test_factors_of_a_tree_keep_their_digits(height):
+    """Against sums in twice the digits. Mutant: the error of single precision."""
+    factors, rounds = TreeFactors.of(height), 2**height
+    encoder, decoder = np.zeros((rounds, rounds)), np.zeros((rounds, rounds))
+    factors.write(encoder, decoder)
+    c, gram = encoder.astype(np.longdouble), np.zeros((rounds, rounds))
+    for first, stop in np.concatenate(levels(rounds)):
+        gram[first:stop, first:stop] += 1
+    assert float(np.abs((c.T @ c - gram) / gram).max()) <= 2 * tree_factors.ERROR
+    assert float(np.abs(decoder.astype(np.longdouble) @ c - np.eye(rounds)).max()) <= rounds * tree_factors.ERROR
+    single = encoder.astype(np.float32).astype(float)
+    assert height < 2 or np.abs((single.T @ single - gram) / gram).max() > 2 * tree_factors.ERROR
+    np.testing.assert_allclose(factors.row_sums(), encoder.sum(1), rtol=1e-13)
+    weights = np.arange(1.0, rounds + 1)
+    np.testing.assert_allclose(factors.times_absolute(weights), weights @ np.abs(decoder) @ encoder, rtol=1e-13)
+
+
+@pytest.mark.parametrize("mechanism", ["tree", "schedule", "independent", "banded"])
+@pytest.mark.parametrize("trust", list(Trust))
+def test_long_streams_are_calibrated_without_dense_factors(mechanism, trust, monkeypatch):
+    """Time must not grow with the cube of the rounds, nor with their square."""
+    monkeypatch.setattr(correlated.Structured, "_factors", lambda noise: pytest.fail("dense factors"))
+    for kind in (EfficientTree, correlated.Banded, correlated.Fresh):
+        monkeypatch.setattr(kind, "_factors", lambda noise: pytest.fail("dense factors"))
+    method = build("dp-ftrl", mechanism=mechanism)
+    for who in ("full", "cyclic:400"):
+        found = Plan(method, 4096, (100,) * 400, Privacy(2.0, trust=trust), who)
+        assert calibration.query_noises(found)[0].std.min() > 0
+
+
+def test_structured_noise_refuses_what_its_account_does_not_cover():
+    for fields, word in (((4, (1.0, -0.5)), "negative"), ((4, (0.0, 1.0)), "positive"), ((4, (np.inf,)), "infinite")):
+        with pytest.raises(SordinoError, match=word):
+            correlated.Banded(*fields, 0.0, 0.0)
+    for stds in ((1.0, 0.0), (1.0, -1.0), (np.inf,)):
+        with pytest.raises(SordinoError, match="positive"):
+            correlated.Fresh(stds)
+    with pytest.raises(AttributeError):
+        _ = schedule(3).factors
 
 
 def test_long_streams_are_summed_over_nodes():

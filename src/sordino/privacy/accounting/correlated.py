@@ -13,13 +13,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from sordino.core import Correlated
 from sordino.errors import SordinoError
 from sordino.lazy import scipy
+from sordino.privacy.accounting import tree_factors
+from sordino.privacy.accounting.tree_factors import TreeFactors
 
 MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
 TREE_SLACK = 4e-6  # of a client's own tree: what the rounding of its factors may cost (docs/proofs.md, "Trees")
@@ -27,13 +29,110 @@ INVERTED = 64  # rounds of a client's own tree up to which the covariance is inv
 EXPONENTS = np.arange(1, 33) / 32  # of the weights of earlier rounds, of which `fitted_diagonals` takes the best
 
 
-def independent(rounds: int) -> Correlated:
+@dataclass(frozen=True)
+class Structured(Correlated):
+    """Noise whose factors follow from few numbers. The account takes those; matrices are made when somebody asks.
+
+    The factors can be neither given nor replaced, because the account is right for these factors alone. They are square
+    and lower triangular, without negative entries in the encoder, and `stretch` bounds how far they are from inverses.
+
+    Attributes:
+      rounds: of the stage.
+    """
+
+    encoder: np.ndarray = field(init=False, repr=False, compare=False)
+    decoder: np.ndarray = field(init=False, repr=False, compare=False)
+    rounds: int
+
+    def __post_init__(self) -> None:
+        _check(self.rounds)
+
+    def __getattr__(self, name: str) -> np.ndarray:
+        """The factors, which nobody has asked for before."""
+        if name not in ("encoder", "decoder"):
+            raise AttributeError(name)
+        for each, factor in zip(("encoder", "decoder"), self._factors(), strict=True):
+            factor.flags.writeable = False
+            object.__setattr__(self, each, factor)
+        return np.asarray(self.__dict__[name])
+
+    @property
+    def length(self) -> int:
+        return self.rounds
+
+    def stretch(self) -> float:
+        """By how much rounding of the factors may stretch the sensitivity of the stream, relatively.
+
+        docs/proofs.md, "Rounding of the factors".
+        """
+        share = self._residual() * math.sqrt(self.rounds)
+        return share / (1 - share) if share < 1 else math.inf
+
+    def _residual(self) -> float:
+        """The largest (n |R|)_t / n_t: R = I - decoder @ encoder, and n are the norms of the encoder's columns."""
+        raise NotImplementedError
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        """Encoder and decoder."""
+        raise NotImplementedError
+
+    def _row_sums(self) -> np.ndarray:
+        """Of the encoder."""
+        raise NotImplementedError
+
+    @cached_property
+    def _of_first_rounds(self) -> np.ndarray:
+        return np.append(0.0, np.cumsum(self._row_sums() ** 2))
+
+
+@dataclass(frozen=True)
+class Fresh(Structured):
+    """Fresh noise in every round, of these standard deviations: diagonal factors.
+
+    Attributes:
+      stds: one per round.
+    """
+
+    rounds: int = field(init=False)
+    stds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rounds", len(self.stds))
+        super().__post_init__()
+        if not all(0 < std < math.inf for std in self.stds):
+            raise SordinoError("stds: each must be a positive finite number.")
+
+    @property
+    def separate(self) -> bool:
+        return True
+
+    def sensitivity(self, rounds: np.ndarray) -> float:
+        return float(np.linalg.norm(self._row_sums()[np.asarray(rounds, dtype=int)]))
+
+    def released_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `sensitivity`: the rows of other rounds tell nothing of these."""
+        return self.sensitivity(rounds)
+
+    def largest_column(self, rounds: np.ndarray) -> float:
+        return float(self._row_sums()[np.asarray(rounds, dtype=int)].max(initial=0.0))
+
+    def _residual(self) -> float:
+        return 2.0**-52  # 1 / std has one rounding
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        return np.diag(self._row_sums()), np.diag(np.array(self.stds))
+
+    def _row_sums(self) -> np.ndarray:
+        return 1 / np.array(self.stds)
+
+
+def independent(rounds: int) -> Fresh:
     """Fresh noise of equal size in every round."""
     _check(rounds)
-    return Correlated(np.eye(rounds), np.eye(rounds))
+    return Fresh((1.0,) * rounds)
 
 
-def schedule(rounds: int) -> Correlated:
+def schedule(rounds: int) -> Fresh:
     """Fresh noise of variance s_t^2 proportional to 1 / sqrt(T - t): optimal under full participation.
 
     The noise of round t stays in T - t running sums. This choice minimizes the sum of (T - t) s_t^2 for a fixed sum of
@@ -54,7 +153,7 @@ def schedule(rounds: int) -> Correlated:
     _check(rounds)
     weight = np.sqrt(np.arange(rounds, 0.0, -1.0))  # 1 / s_t^2
     std = np.sqrt(weight.mean() / weight)
-    return Correlated(np.diag(1 / std), np.diag(std))
+    return Fresh(tuple(std.tolist()))
 
 
 def tree(rounds: int, honaker: bool = True, restart: int = 0, complete: bool = False) -> Correlated:
@@ -97,11 +196,11 @@ def levels(rounds: int, complete: bool = False) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Banded(Correlated):
+class Banded(Structured):
     """Noise of `banded`, with what its factors follow from.
 
     Attributes:
-      diagonals: of the encoder before its columns are scaled, from the main one down.
+      diagonals: of the encoder before its columns are scaled, from the main one down. None may be negative.
       momentum: of the server, to which the diagonals are fitted.
       decay: part of the model that the server takes away in each round, to which they are fitted as well.
     """
@@ -109,6 +208,70 @@ class Banded(Correlated):
     diagonals: tuple[float, ...]
     momentum: float
     decay: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.diagonals or not self.diagonals[0] > 0 or not all(0 <= d < math.inf for d in self.diagonals):
+            raise SordinoError("diagonals: the first must be positive, and none may be negative or infinite.")
+
+    @property
+    def separate(self) -> bool:
+        return not np.any(self._column[1:])
+
+    def sensitivity(self, rounds: np.ndarray) -> float:
+        return float(np.linalg.norm(self._sums(rounds)))
+
+    def largest_column(self, rounds: np.ndarray) -> float | None:
+        """1, the norm of all columns, if the rounds are as far apart as the band is wide."""
+        apart = np.diff(np.sort(np.asarray(rounds, dtype=int)))
+        width = int(np.flatnonzero(self._column)[-1]) + 1
+        return None if (apart < width).any() else float(len(rounds) > 0)
+
+    def decoder_rows(self, rounds: np.ndarray) -> np.ndarray:
+        """These rows; the others are not computed."""
+        rounds = np.asarray(rounds, dtype=int)
+        backwards = np.append(self._inverse[::-1], np.zeros(self.rounds - 1))
+        windows = np.lib.stride_tricks.sliding_window_view(backwards, self.rounds)
+        return np.asarray(windows[self.rounds - 1 - rounds] * self._norms[rounds, None])
+
+    def _residual(self) -> float:
+        """Entry (i, j) of R is n_i / n_j times that of the unscaled factors, which are Toeplitz: n_i <= n_j for i >= j.
+
+        A computed coefficient of their product is off by at most its terms times 2^-53 of the sum of absolute values,
+        and the scaling by another 2^-51.
+        """
+        column = np.trim_zeros(self._column, "b")
+        product, absolute = (np.convolve(column, f)[: self.rounds] for f in (self._inverse, np.abs(self._inverse)))
+        product[0] -= 1.0
+        return float(np.abs(product).sum() + (len(column) + 8) * 2.0**-52 * absolute.sum()) * (1 + 1e-9)
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        factors = toeplitz(self.rounds, np.array(self.diagonals))
+        return factors.encoder, factors.decoder
+
+    def _row_sums(self) -> np.ndarray:
+        return self._sums(np.arange(self.rounds))
+
+    def _sums(self, rounds: np.ndarray) -> np.ndarray:
+        """The sums of the encoder's columns of these rounds, row by row."""
+        moved = np.zeros(self.rounds)
+        moved[np.asarray(rounds, dtype=int)] = 1.0
+        return np.convolve(moved / self._norms, np.trim_zeros(self._column, "b"))[: self.rounds]
+
+    @cached_property
+    def _column(self) -> np.ndarray:
+        """The first column of the encoder before it is scaled."""
+        return _first_column(self.rounds, np.array(self.diagonals))
+
+    @cached_property
+    def _inverse(self) -> np.ndarray:
+        """The first column of its inverse."""
+        return _inverse_column(self.rounds, np.array(self.diagonals))
+
+    @cached_property
+    def _norms(self) -> np.ndarray:
+        """Of its columns; those of the last rounds are cut off, and shorter."""
+        return np.asarray(np.sqrt(np.cumsum(self._column**2))[::-1])
 
 
 def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) -> Banded:
@@ -135,19 +298,14 @@ def banded(rounds: int, band: int, momentum: float = 0.0, decay: float = 0.0) ->
     for name, value in (("momentum", momentum), ("decay", decay)):
         if not 0 <= value < 1:
             raise SordinoError(f"{name}: {value} must lie in [0, 1).")
-    diagonals = fitted_diagonals(rounds, band, momentum, decay)
-    factors = toeplitz(rounds, np.array(diagonals))
-    return Banded(factors.encoder, factors.decoder, diagonals, momentum, decay)
+    return Banded(rounds, fitted_diagonals(rounds, band, momentum, decay), momentum, decay)
 
 
 def toeplitz(rounds: int, diagonals: np.ndarray) -> Correlated:
     """The noise whose encoder has these diagonals, from the main one down, and columns that are scaled to norm 1."""
-    impulse = np.eye(1, rounds)[0]
-    column = np.pad(diagonals[:rounds], (0, max(rounds - len(diagonals), 0)))
-    encoder = scipy.linalg.toeplitz(column, 0 * impulse)
-    # Not `scipy.signal.lfilter`, whose import takes a second.
-    first = _quotient(impulse[:, None] / diagonals[0], diagonals[:, None] / diagonals[0])[:, 0]
-    inverse = scipy.linalg.toeplitz(first, 0 * impulse)
+    above = np.zeros(rounds)
+    encoder = scipy.linalg.toeplitz(_first_column(rounds, diagonals), above)
+    inverse = scipy.linalg.toeplitz(_inverse_column(rounds, diagonals), above)
     norms = np.linalg.norm(encoder, axis=0)
     return Correlated(encoder / norms, norms[:, None] * inverse)
 
@@ -198,11 +356,8 @@ def least_squares(noise: Correlated) -> Correlated:
 
 
 @dataclass(frozen=True)
-class EfficientTree(Correlated):
-    """`least_squares` of `tree`. What a client's own stream releases costs a sum over nodes: no matrix is inverted.
-
-    The factors follow from the number of rounds. They can be neither given nor replaced, because the sum over nodes is
-    right for these factors alone.
+class EfficientTree(Structured):
+    """`least_squares` of `tree`. What it costs is a sum over nodes: no matrix is inverted or multiplied.
 
     Args:
       rounds: of the stage.
@@ -217,20 +372,41 @@ class EfficientTree(Correlated):
       28
     """
 
-    encoder: np.ndarray = field(init=False, repr=False)
-    decoder: np.ndarray = field(init=False, repr=False)
-    rounds: int
     restart: int = 0
 
     def __post_init__(self) -> None:
-        gram, start = np.zeros((self.rounds, self.rounds)), 0
-        for size in _sizes(self.rounds, self.restart):
-            for first, stop in start + np.concatenate(levels(size)):
-                gram[first:stop, first:stop] += 1
-            start += size
-        for name, factor in zip(("encoder", "decoder"), _lower(gram), strict=True):
-            factor.flags.writeable = False
-            object.__setattr__(self, name, factor)
+        _sizes(self.rounds, self.restart)
+
+    @property
+    def separate(self) -> bool:
+        return self.rounds == 1 or self.restart == 1
+
+    def sensitivity(self, rounds: np.ndarray) -> float:
+        """As `Correlated.sensitivity`: a node adds the square of the number of its rounds."""
+        square = 0.0
+        for counts in self._taken(rounds):
+            while len(counts):
+                square += float(counts @ counts)
+                counts = _pairs(counts)
+        return math.sqrt(square)
+
+    def largest_column(self, rounds: np.ndarray) -> float | None:
+        """As `Correlated.largest_column`. Two rounds of a complete tree always share a row."""
+        rounds, heights = np.asarray(rounds), list[int]()
+        for first, height in self._complete():
+            inside = np.count_nonzero((rounds >= first) & (rounds < first + 2**height))
+            if inside > 1:
+                return None
+            heights += [height] * inside
+        return math.sqrt(max(heights) + 1) if heights else 0.0
+
+    def decoder_rows(self, rounds: np.ndarray) -> np.ndarray:
+        """These rows; the others are not computed."""
+        trees, rows = self._complete(), np.zeros((len(rounds), self.rounds))
+        for row, t in zip(rows, rounds, strict=True):
+            first, height = max(each for each in trees if each[0] <= t)
+            row[first : first + 2**height] = _tree_factors(height).inverse_row(int(t) - first)
+        return rows
 
     def released_sensitivity(self, rounds: np.ndarray) -> float:
         """As `Correlated.released_sensitivity`, by a sum over nodes where an inverse would take long."""
@@ -263,6 +439,31 @@ class EfficientTree(Correlated):
             yield taken[start : start + size]
             start += size
 
+    def _complete(self) -> list[tuple[int, int]]:
+        """(first round, height) of the complete trees, which share no node."""
+        trees, start = [], 0
+        for size in _sizes(self.rounds, self.restart):
+            for height in reversed(range(size.bit_length())):
+                if size >> height & 1:
+                    trees.append((start, height))
+                    start += 2**height
+        return trees
+
+    def _residual(self) -> float:
+        """Each entry of the decoder is off by at most ERROR of itself, and all columns of a tree have one norm."""
+        largest = [_tree_factors(height).times_absolute(np.ones(2**height)).max() for _, height in self._complete()]
+        return 1.1 * tree_factors.ERROR * float(max(largest))
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        encoder, decoder = (np.zeros((self.rounds, self.rounds)) for _ in range(2))
+        for first, height in self._complete():
+            own = slice(first, first + 2**height)
+            _tree_factors(height).write(encoder[own, own], decoder[own, own])
+        return encoder, decoder
+
+    def _row_sums(self) -> np.ndarray:
+        return np.concatenate([_tree_factors(height).row_sums() for _, height in self._complete()])
+
 
 def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
     """The mean variance of the running sums' noise if a unit that moves each of these rounds by 1 has mu = 1."""
@@ -285,6 +486,9 @@ def _sizes(rounds: int, restart: int) -> list[int]:
         raise SordinoError(f"restart: {restart} must be at least 0; 0 means a single tree.")
     followed, last = divmod(rounds - 1, restart or rounds)
     return [restart] * followed + [last + 1]
+
+
+_tree_factors = lru_cache(maxsize=16)(TreeFactors.of)
 
 
 def _pairs(parts: np.ndarray) -> np.ndarray:
@@ -346,6 +550,17 @@ def _iterate_errors(diagonals: np.ndarray, rounds: int, momentum: float, keep: f
         last, every = (_quotient(weights * scale, diagonals) for scale in (norms, norms[-1]))
         total = np.cumsum(remaining * (every * every), axis=0)[-1]
         return np.asarray(np.cumsum(last * last, axis=0)[-1] * total)
+
+
+def _first_column(rounds: int, diagonals: np.ndarray) -> np.ndarray:
+    """Of a lower triangular Toeplitz matrix with these diagonals."""
+    return np.pad(diagonals[:rounds], (0, max(rounds - len(diagonals), 0)))
+
+
+def _inverse_column(rounds: int, diagonals: np.ndarray) -> np.ndarray:
+    """The first column of the inverse of that matrix. `scipy.signal.lfilter` would take a second to import."""
+    impulse = np.eye(rounds, 1)
+    return np.asarray(_quotient(impulse / diagonals[0], diagonals[:, None] / diagonals[0])[:, 0])
 
 
 def _quotient(numerator: np.ndarray, diagonals: np.ndarray) -> np.ndarray:

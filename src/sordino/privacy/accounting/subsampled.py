@@ -241,7 +241,7 @@ def scale(
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     if math.isinf(epsilon):
         return 0.0
-    allowed = gaussian.mu(epsilon, delta)
+    allowed = _allowed(epsilon, delta)
     if not parts:
         return mu / allowed
     described = [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
@@ -306,21 +306,26 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
     """
     if len(accounts) <= FEW:
         return [scale(each.releases, each.epsilon, delta, adjacency, each.gaussian_mu) for each in accounts]
-    close, factors, ratios = tolerance(accounts), list[float](), list[float]()
+    close, factors, known = tolerance(accounts), list[float](), list[tuple[float, float]]()
     for account in accounts:
         releases, gaussian_mu, epsilon = account
-        start = round(_continued(ratios), 6)
+        expected = limit(account, delta, adjacency) if releases and math.isfinite(epsilon) else 0.0
+        start = round(_continued(known, expected), 6)
         factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=close, start=start))
-        if releases and factors[-1]:
-            ratios.append(factors[-1] / limit(account, delta, adjacency))
+        if expected and factors[-1]:
+            known.append((expected, factors[-1] / expected))
     return factors
 
 
-def _continued(ratios: Sequence[float]) -> float:
-    """The next of these numbers if it changes as the last one did; 0 if there are none."""
-    if len(ratios) < 2:
-        return ratios[0] if ratios else 0.0
-    return ratios[-1] * min(max(ratios[-1] / ratios[-2], 0.95), 1.05)
+def _continued(known: Sequence[tuple[float, float]], place: float) -> float:
+    """The value at this place if its logarithm changes with that of the place as between the last two; 0 if none is
+    known, or the place is 0."""
+    if not known or not place:
+        return 0.0
+    (before, value), (last, ratio) = known[max(len(known) - 2, 0)], known[-1]
+    slope = math.log(ratio / value) / math.log(last / before) if last != before else 0.0
+    change = slope * math.log(place / last)
+    return ratio * math.exp(min(max(change, -0.05), 0.05))
 
 
 def multiplier(

@@ -6,6 +6,7 @@ import numpy as np
 
 from sordino.core import Correlated, Noise, Stream
 from sordino.errors import SordinoError
+from sordino.privacy.accounting.correlated import Structured
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -32,13 +33,16 @@ class CorrelatedGaussian(Mechanism):
 
     @property
     def most_rounds(self) -> float:
-        return len(self.factors.decoder)
+        return self.factors.length
 
     def over(self, rounds: int) -> Noise:
         """The same factors, checked: each release is a function of what is known by then, and all is accounted for."""
         factors = self.factors
-        if min(factors.encoder.shape[1], len(factors.decoder)) < rounds:
-            raise SordinoError(f"rounds: the noise was factorised for {len(factors.decoder)} rounds, not {rounds}.")
+        structured = isinstance(factors, Structured)
+        if factors.length < rounds or (not structured and factors.encoder.shape[1] < rounds):
+            raise SordinoError(f"rounds: the noise was factorised for {factors.length} rounds, not {rounds}.")
+        if isinstance(factors, Structured) and factors.rounds == rounds and factors.stretch() <= MOST_STRETCH:
+            return factors
         encoder, decoder = _causal(factors.encoder[:, :rounds], factors.decoder[:rounds])
         if _stretch(encoder, decoder) > MOST_STRETCH:
             raise SordinoError(
