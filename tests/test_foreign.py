@@ -53,8 +53,17 @@ def test_labels_that_no_program_of_tables_computes_stay_as_they_are(label):
         "+R[1]C[1]",
         "-SUM (A1)",
         "+cmd|' /C x'!A",
-    ]
-    + ["-cmd|x", "+WEBSERVICE(x)", "-1+1", "+1-cmd", "-\tx", "+@x", "-x!y", "++A1", "-=x", '+"x"'],
+        "-cmd|x",
+        "+WEBSERVICE(x)",
+        "-1+1",
+        "+1-cmd",
+        "-\tx",
+        "+@x",
+        "-x!y",
+        "++A1",
+        "-=x",
+        '+"x"',
+    ],
 )
 def test_formulas_are_texts(formula):
     assert cell(formula) == f"'{formula}"
