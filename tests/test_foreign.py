@@ -3,7 +3,7 @@
 import pytest
 
 from sordino.errors import SordinoError
-from sordino.foreign import printable, printable_parts, read_json
+from sordino.foreign import cell, printable, printable_parts, read_json
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,39 @@ def test_json_with_a_key_twice_is_refused_at_any_depth():
     for text in ('{"a": 1, "a": 1}', '[{"x": {"a": 1, "b": 2, "a": 3}}]', b'{"a": 1, "\\u0061": 2}'):
         with pytest.raises(SordinoError, match="the key 'a' is there twice"):
             read_json(text)
+
+
+@pytest.mark.parametrize("label", ["+", "-", "-ve", "+ve", "- none", "+/-", "--", "-inf", "-1", "+2.5e3", "age", ""])
+def test_labels_that_no_program_of_tables_computes_stay_as_they_are(label):
+    assert cell(label) == label
+
+
+@pytest.mark.parametrize(
+    "formula",
+    [
+        "=A1",
+        "=",
+        "@SUM(A1)",
+        "\tA1",
+        "\r=A1",
+        "\n=A1",
+        "+A1",
+        "-A1",
+        "-$B$2",
+        "+R[1]C[1]",
+        "-SUM (A1)",
+        "+cmd|' /C x'!A",
+        "-cmd|x",
+        "+WEBSERVICE(x)",
+        "-1+1",
+        "+1-cmd",
+        "-\tx",
+        "+@x",
+        "-x!y",
+        "++A1",
+        "-=x",
+        '+"x"',
+    ],
+)
+def test_formulas_are_texts(formula):
+    assert cell(formula) == f"'{formula}"

@@ -14,6 +14,7 @@ from typing import Any
 from sordino.errors import SordinoError
 
 FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")  # what a formula of a program of tables begins with
+COMPUTED = re.compile(r"""[\d(|!=@\[\]'"\x00-\x1f]""")  # what a formula has beyond a sign and words
 
 
 def printable(text: str, most: int | None = None) -> str:
@@ -62,12 +63,18 @@ def cell(text: str) -> str:
     """A text of somebody else as a cell of a CSV file: a program of tables must not compute it.
 
     Programs take a cell for a formula that begins with =, +, -, @, a tab or a line break, and it may start programs or
-    send what is in other cells. An apostrophe before it makes it a text. Numbers stay as they are.
+    send what is in other cells. An apostrophe before it makes it a text.
 
-    >>> cell("=HYPERLINK(A1)"), cell("-1"), cell("age")
-    ("'=HYPERLINK(A1)", '-1', 'age')
+    Texts that begin with =, @, a tab or a line break always get one. Those that begin with + or - only if what follows
+    can be computed: it holds a digit, as references to cells do, or one of `( | ! = @ [ ] ' "` or a control character,
+    as calls of functions and of other programs do. Labels such as "+", "-", "-ve" and "+ve" stay as they are, so that
+    they match those of the table, and so do numbers.
+
+    >>> cell("=HYPERLINK(A1)"), cell("+A1"), cell("-1"), cell("-ve"), cell("age")
+    ("'=HYPERLINK(A1)", "'+A1", '-1', '-ve', 'age')
     """
-    if not text.startswith(FORMULA):
+    signed = text.startswith(("+", "-"))
+    if not text.startswith(FORMULA) or (signed and not COMPUTED.search(text)):
         return text
     try:
         float(text)

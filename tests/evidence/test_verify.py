@@ -11,7 +11,7 @@ import pytest
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.evidence import public
+from sordino.evidence import public, statement
 from sordino.evidence import verify as verify_module
 from sordino.evidence.certificate import certificate, listed, of_runs
 from sordino.evidence.form import FORM
@@ -342,12 +342,22 @@ def test_a_field_that_says_more_than_the_others_is_found(path, value, options, w
     assert any(words in problem for problem in verify(cert).problems), verify(cert).problems
 
 
+def test_several_runs_of_integers_are_not_certified_as_one():
+    """Their epsilon against the server alone would be that of one run."""
+    with pytest.raises(SordinoError, match="runs that add up integers"):
+        of_runs({**made(plan_for()), "secure": {"epsilon_server": 1.0}}, 10)
+
+
 @pytest.mark.parametrize("done", [None, 0, 2])
 def test_a_run_without_noise_may_have_an_infinite_clip(done):
     cert = made(Plan(build("fednew"), 5, SIZES, Privacy(epsilon=math.inf)), done=done)
-    assert cert["clip"] == math.inf
+    assert cert["clip"] is None
     assert not cert["certified"]
     assert verify(cert).problems == []
+    text = json.dumps(cert, allow_nan=False)  # as a signature needs it
+    forged = {**json.loads(text), "certified": True}
+    assert "it says certified, although a clip or a sensitivity is infinite" in verify(forged).problems
+    assert "was not shortened: there is no clip." in statement.statement(cert)
 
 
 @pytest.mark.parametrize("name", list(METHODS))

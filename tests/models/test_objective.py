@@ -1,7 +1,9 @@
 """Losses of single records, dict outputs and several outputs, against a loop over single examples."""
 
 import sys
+from collections import OrderedDict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -14,6 +16,8 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.models import objective as objective_module
+from sordino.models.objective import Objective
 from sordino.models.torch_model import TorchModel
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.training.evaluate import evaluate
@@ -219,6 +223,7 @@ class Probabilities(nn.Sequential):
 
 
 def test_a_loss_of_probabilities_is_served_and_checked():
+    torch.manual_seed(1)
     assert TorchModel(Probabilities(), loss=Probabilities.loss).outputs == 3
 
     def without_outliers(p, y):
@@ -238,3 +243,71 @@ def test_weights_of_a_loss_in_a_fixed_type_are_told_in_a_sentence():
 def test_one_tensor_has_no_parts():
     with pytest.raises(SordinoError, match="the module returns one tensor; leave output out"):
         TorchModel(made("tensor"), shape=(5,), output="logits")
+
+
+class Prototypes(nn.Module):
+    """Beside the logits, one row per class, of which there are as many as the check has records."""
+
+    def __init__(self, classes, form=dict):
+        super().__init__()
+        self.form, self.body, self.prototypes = form, nn.Linear(5, classes), nn.Parameter(torch.randn(classes, 4))
+
+    def forward(self, x):
+        return self.form(logits=self.body(x), prototypes=self.prototypes)
+
+
+class Attributes(OrderedDict):
+    """Its items are attributes too, as those of a ModelOutput."""
+
+    def __init__(self, *args, **parts):
+        super().__init__(*args, **parts)
+        self.__dict__.update(self)
+
+    def __setitem__(self, key, part):
+        super().__setitem__(key, part)
+        self.__dict__[key] = part
+
+
+@pytest.mark.parametrize("rows", range(2, 9))
+def test_parts_that_belong_to_no_record_are_left_alone(rows):
+    def loss(out, y):
+        return each(out["logits"], y) + 0.1 * out["prototypes"][y].square().sum(1)
+
+    def centred_too(out, y):
+        return loss(out, y) + (out["logits"] - out["logits"].mean(0)).square().sum(1)
+
+    torch.manual_seed(0)
+    objective, y = Objective(loss, "logits"), torch.arange(rows) % rows
+    shared, first = torch.randn(rows, 4), torch.randn(1, rows)
+    outputs, *mixed = (
+        {"logits": torch.cat([first, torch.randn(rows - 1, rows)]), "prototypes": shared} for _ in range(3)
+    )
+    objective.check_apart(outputs, mixed, y)
+    with pytest.raises(SordinoError, match="depends on other records"):
+        objective._replace(each=centred_too).check_apart(outputs, mixed, y)
+    assert TorchModel(Prototypes(rows), shape=(5,), output="logits", loss=loss).outputs == rows
+
+
+@pytest.mark.parametrize("form", [Attributes, SimpleNamespace])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loss_reads_the_attributes_of_what_the_module_returns(form, dtype):
+    outputs = form(logits=torch.randn(4, 3, dtype=dtype), words="kept")
+    objective, y = Objective(lambda out, y: each(out.logits, y), "logits"), torch.tensor([0, 1, 2, 0])
+    kept = objective_module._widened(outputs)
+    assert type(kept) is form
+    assert (kept.logits.dtype, kept.words) == (torch.float32, "kept")
+    assert outputs.logits.dtype == dtype, "the module's own is not changed"
+    objective.check_losses(outputs, y)
+    mixed = form(logits=torch.cat([outputs.logits[:1], torch.randn(3, 3, dtype=dtype)]), words="kept")
+    objective.check_apart(outputs, [mixed], y)
+    with pytest.raises(SordinoError, match="depends on other records"):
+        objective._replace(each=lambda out, y: centred(out.logits, y)).check_apart(outputs, [mixed], y)
+
+
+def test_a_model_output_keeps_its_type():
+    generic = pytest.importorskip("transformers.modeling_outputs")
+    outputs = generic.SequenceClassifierOutput(logits=torch.randn(4, 3, dtype=torch.bfloat16))
+    kept = objective_module._widened(outputs)
+    assert type(kept) is type(outputs)
+    assert kept.logits.dtype == kept["logits"].dtype == torch.float32
+    assert outputs.logits.dtype == torch.bfloat16

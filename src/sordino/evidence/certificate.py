@@ -152,7 +152,7 @@ def certificate(
         "test_records": tested,
         "sampler": _sampler(plan),
         "divisor": str(plan.divisor if sizes_public else Divisor.CLIENT_MEAN),
-        "clip": noises[0].scale,
+        "clip": finite(noises[0].scale),
         "noise": noise,
         "client_noise": client_noise,
         "noise_source": "seeded" if isinstance(source, Seeded) else type(source).__name__.lower(),
@@ -182,7 +182,7 @@ def _query(plan: Plan, level: QueryNoise) -> dict[str, Any]:
     query, mechanism = level.query, mechanism_of(level.query.noise)
     return {
         "query": level.name,
-        "clip": level.scale,
+        "clip": finite(level.scale),
         "calls": query.calls,
         "joint": query.joint,
         "semidefinite": query.psd,
@@ -210,7 +210,7 @@ def _group(plan: Plan, group: Group, epsilon: float, done: int | None) -> dict[s
         "epsilon": finite(epsilon),
         "own_std": {level.name: _common(calibration.own_std(plan, level), group.clients) for level in noises},
         "influence": {level.name: _common(level.weight / level.weight.max(), group.clients) for level in noises},
-        "releases": [release._asdict() for release in group.releases],
+        "releases": [{**release._asdict(), "sensitivity": finite(release.sensitivity)} for release in group.releases],
     }
 
 
@@ -221,7 +221,13 @@ def _bound(query: Query) -> str:
 
 
 def of_runs(cert: dict[str, Any], runs: int) -> dict[str, Any]:
-    """The certificate of several visible runs like this one: k times the releases, sqrt(k) times the mu."""
+    """The certificate of several visible runs like this one: k times the releases, sqrt(k) times the mu.
+
+    Raises:
+        SordinoError: The runs added up integers, whose epsilon against the server alone is not computed for several.
+    """
+    if cert["secure"] is not None:
+        raise SordinoError("certificate: runs that add up integers have no certificate of several; certify each run.")
     adjacency, root = Adjacency(cert["adjacency"]), math.sqrt(runs)
     groups = []
     for group in cert["groups"]:
@@ -256,7 +262,16 @@ def listed(releases: Sequence[dict[str, Any]]) -> list[events.Release]:
             "certificate: it is of an old format that does not name the mechanism of integers; write a new certificate."
         )
     fields = ({key: release[key] for key in events.Release._fields if key in release} for release in releases)
-    parsed = [events.Release(**{**each, "sampler": Sampler(each["sampler"])}) for each in fields]
+    parsed = [
+        events.Release(
+            **{
+                **each,
+                "sampler": Sampler(each["sampler"]),
+                "sensitivity": math.inf if each["sensitivity"] is None else each["sensitivity"],
+            }
+        )
+        for each in fields
+    ]
     events.mu(parsed)
     return parsed
 

@@ -1,8 +1,8 @@
 """The form of a certificate: which fields it may have, and what each may hold.
 
 A program that reads `6.9` rounds as 6, or `true` as 1, sees another certificate than a person does; a field that no
-version writes can say anything; NaN passes comparisons, and infinity ends computations in an error. Only a bound may be
-infinite, in a run without noise.
+version writes can say anything; NaN and infinity pass comparisons or end them in an error. A bound that is infinite,
+as the clip of a run without noise may be, is null.
 """
 
 from __future__ import annotations
@@ -25,10 +25,6 @@ def _is_whole(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and float(value) >= 0
-
-
-def _is_bound(value: Any) -> bool:
-    return _is_number(value) or (isinstance(value, float) and value == math.inf)
 
 
 def _is_span(value: Any) -> bool:
@@ -79,12 +75,11 @@ _KINDS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "delta guess cohort noise client_noise queries[].step queries[].factor.momentum queries[].factor.decay "
         "groups[].releases[].std groups[].releases[].rate",
     ),
-    ("a number of at least 0, or infinity", _is_bound, "clip queries[].clip groups[].releases[].sensitivity"),
     (
         "a finite number of at least 0, or null",
         _or_null(_is_number),
         "epsilon mu epsilon_asked epsilon_at.* groups[].mu groups[].epsilon secure.epsilon_server site.epsilon "
-        "site.delta site.spent",
+        "site.delta site.spent clip queries[].clip groups[].releases[].sensitivity",
     ),
     ("a number, or the least and the largest", _is_span, "groups[].own_std.* groups[].influence.*"),
     ("two whole numbers or null", _or_null(_are_two), "groups[].records"),

@@ -515,6 +515,8 @@ def _bound(query: Mapping[str, Any], cert: Mapping[str, Any]) -> str:
             f"Each {subject} changes a count by {query['clip']:g} at most."
         )
     whose = "Each client's message" if kind == "delta" else f"Each {subject}'s {RELEASED.get(kind, kind)}"
+    if query["clip"] is None:
+        return f"{whose} was not shortened: there is no clip."
     if query.get("clipping"):
         return _clipping(Clipping.parse(query["clipping"]), whose, query["clip"])
     if query["bound"] == "by clip":

@@ -63,6 +63,7 @@ MOST_MISFITS = 20  # that are told
 NOT_SIGNED = "who wrote it: it is not signed"
 MOST_ABOVE = 0.01  # relative: how far it may lie above; both are upper bounds
 MOST_ABOVE_ALLOCATION = 0.1  # the same for allocation, whose account has wide cells where there is little noise
+LEAST_DELTA, MOST_LOSS = 1e-14, 300.0  # where the profile of an epoch of an allocation ends
 
 
 class Verdict(NamedTuple):
@@ -106,6 +107,7 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
                 f"certificate: its format is {cert['format']}; this version reads format {CERTIFICATE_FORMAT}."
             )
         problems.extend(itertools.islice(misfits(cert), MOST_MISFITS))
+        given, cert = cert, _with_bounds(cert)
         _check_extent(cert)
         delta, claimed = float(cert["delta"]), _limitless(cert["epsilon"])
         recomputed = 0.0
@@ -126,7 +128,7 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         _check_ranges(cert, problems)
         _check_site(cert, problems)
         _check_words(cert, problems, gaps)
-        by = _check_signature(cert, key, problems)
+        by = _check_signature(given, key, problems)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, SordinoError) and not problems:
             raise
@@ -135,6 +137,16 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         raise SordinoError("certificate: to compute it again takes more memory than there is.") from None
     assumed, gaps = _assumed_sensitivities(cert), [*gaps, *([] if by else [NOT_SIGNED])]
     return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
+
+
+def _with_bounds(cert: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The certificate with infinite bounds where it has null, as in a run without noise and without a clip."""
+    queries = [{**query, "clip": _limitless(query["clip"])} for query in cert["queries"]]
+    groups = [
+        {**group, "releases": [{**r, "sensitivity": _limitless(r["sensitivity"])} for r in group["releases"]]}
+        for group in cert["groups"]
+    ]
+    return {**cert, "clip": _limitless(cert["clip"]), "queries": queries, "groups": groups}
 
 
 def _check_extent(cert: Mapping[str, Any]) -> None:
@@ -428,79 +440,127 @@ def _epochs(step: Step) -> list[tuple[int, int]]:
 
 
 def _of_epoch(step: Step, rounds: int, interval: float, adjacency: Adjacency) -> Any:
-    """The privacy loss distribution of an epoch of an allocation, from its privacy profile at some epsilons."""
+    """The privacy loss distribution of an epoch of an allocation, from its privacy profile."""
     from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
     bins, replace = round(1 / step.rate), adjacency is Adjacency.REPLACE_ONE
     mu = step.moved / step.std / (2 if replace else 1)
-    spread = math.sqrt(math.log1p(rounds * math.expm1(min(mu * mu, 50.0)) / bins**2)) * (2 if replace else 1)
-    ways = ("replace",) if replace else ("remove", "add")
-    places, rows = [0], [[_allocated(0.0, bins, rounds, mu, way) for way in ways]]
-    while max(rows[-1]) > 1e-12 and places[-1] * interval < 60:
-        epsilon = places[-1] * interval
-        places.append(places[-1] + max(1, round(spread / 12 * max(1.0, epsilon / (3 * spread)) / interval)))
-        rows.append([_allocated(places[-1] * interval, bins, rounds, mu, way) for way in ways])
-    at, profiles = interval * np.array(places), list(np.array(rows).T)
+    known = [_profile_of_epoch(bins, rounds, mu, way) for way in (("replace",) if replace else ("remove", "add"))]
+    last = math.ceil(max(at[-1] for at, _ in known) / interval)
+    at = interval * np.arange(last + 1)
+    profiles = []
+    for losses, deltas in known:
+        ends = losses[-1] < MOST_LOSS and deltas[-1] < 1e-3 * LEAST_DELTA  # abruptly, where a spline would swing
+        between = scipy.interpolate.PchipInterpolator if ends else scipy.interpolate.CubicSpline
+        log_deltas = between(losses, np.log(np.maximum(deltas, 1e-40)))
+        found = np.exp(log_deltas(np.minimum(at, losses[-1])))
+        found *= max(values[0] for _, values in known) / deltas[0]  # both ways agree at 0, where a step would be mass
+        profiles.append(np.where(at < losses[-1] + interval, found, 0.0))
     pmfs = []
     for own, other in zip(profiles, reversed(profiles), strict=True):
         below = -np.expm1(-at[1:]) + np.exp(-at[1:]) * other[1:]
-        deltas = np.minimum.accumulate(np.clip(np.concatenate([below[::-1], own]), 0.0, 1.0))
-        rounded = np.array([*(-place for place in places[:0:-1]), *places])
-        pmfs.append(pld_pmf.create_pmf_pessimistic_connect_dots(interval, rounded, deltas))
+        values = np.minimum.accumulate(np.clip(np.concatenate([below[::-1], own]), 0.0, 1.0))
+        pmfs.append(pld_pmf.create_pmf_pessimistic_connect_dots_fixed_gap(interval, -last, last, values))
     return privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
 
 
+@lru_cache(256)  # for every delta, and for clients that differ in other releases
+def _profile_of_epoch(bins: int, rounds: int, mu: float, way: str) -> tuple[list[float], list[float]]:
+    """Epsilons from 0 on, and delta there. Its logarithm is smooth, so that few of them determine it everywhere.
+
+    Chords between those few would be too high, by several percent of epsilon where it is large.
+    """
+    spread = math.sqrt(math.log1p(rounds * math.expm1(min(mu * mu, 50.0)) / bins**2)) * (1 + (way == "replace"))
+    joins = way == "add" and rounds < bins
+    end = math.log(bins / (bins - rounds)) if joins else MOST_LOSS  # of the losses
+    at, deltas = [0.0], [_allocated(0.0, bins, rounds, mu, way)]
+    while deltas[-1] > LEAST_DELTA and at[-1] < end:
+        at.append(min(at[-1] + max(min(spread / 8, end / 16), at[-1] / 24), end))
+        deltas.append(_allocated(at[-1], bins, rounds, mu, way))
+    return at, deltas
+
+
 def _allocated(epsilon: float, bins: int, rounds: int, mu: float, way: str) -> float:
-    """delta at epsilon of an epoch: P(S) - e^epsilon Q(S) for the set S of outcomes that are likelier under P.
+    """delta at epsilon of an epoch: the mean positive part of a sum of one term per minibatch, over their number.
 
     An outcome has one number z per minibatch. P's density over that of standard normals is the mean over minibatches of
     exp(mu z - mu^2/2), or 1 (add), and Q's that of exp(-mu z - mu^2/2), or 1 (remove); minibatches that are not
-    released count as 1. S is where a sum of one term per minibatch is positive. Its law is a product of Fourier
-    transforms. A record is in the first minibatch, by symmetry, so P and Q shift the first normal only.
+    released count as 1. A term is P's share minus e^epsilon times Q's, under standard normals.
+
+    Terms reach over many orders of magnitude, and a small delta is the mean of a sum that is rarely positive. Sums
+    therefore lie on the cells s sinh(k h), which are even near 0 and in equal ratios elsewhere. The law of a sum of 2n
+    terms comes from that of n by adding each pair of cells, without a Fourier transform, whose rounding errors are as
+    large as 1e-16 e^epsilon. The last pair is not rounded to cells.
     """
-    ahead, behind = (mu if way != "add" else 0.0), (mu if way != "remove" else 0.0)
     factor = math.exp(epsilon)
-
-    def term(z: np.ndarray) -> np.ndarray:
-        return np.asarray(np.exp(ahead * z - ahead**2 / 2) - factor * np.exp(-behind * z - behind**2 / 2))
-
-    low, top = term(np.array([-5.0 - behind, 6.5 + ahead]))
+    ahead, behind = (mu if way != "add" else 0.0), (mu if way != "remove" else 0.0)
+    z = np.linspace(-8.5 - behind, 8.5 + ahead, 1 << 13)
+    weights = np.exp(-z * z / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
+    terms = np.exp(np.minimum(ahead * z - ahead**2 / 2, 600.0))
+    terms = terms - factor * np.exp(np.minimum(-behind * z - behind**2 / 2, 600.0 - epsilon))
     rest = (bins - rounds) * (1 - factor)
-    if rest + rounds * top <= 0 or rest + rounds * low >= 0:
-        return 0.0  # S is empty, or holds everything
-    # A term that is far from the usual size of the sum decides on its sign, except where another one is as far. So it
-    # may be cut: S hardly changes, and any set S gives a delta that is not too large.
-    low, top = max(low, -8.0 * bins * factor), min(top, 8.0 * bins * factor)
-    z = np.linspace(-8.0 - behind, 8.0 + ahead, 1 << 14)
-    d = np.clip(term(z), low, top)
-    weights = [
-        np.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, ahead, -behind)
-    ]
-    std = math.sqrt(float(weights[0] @ (d - weights[0] @ d) ** 2))
-    middle = rounds * float(weights[0] @ d) + rest
-    # The window holds sums of three cut terms of both signs (replace): beyond it, they would come around as positive.
-    cut, width, most = (3, 0.02, 18) if way == "replace" else (1, 0.08, 16)
-    first, last = (
-        min(middle, 0.0) - 12 * std * math.sqrt(rounds) + cut * low,
-        max(middle, 0.0) + 12 * std * math.sqrt(rounds) + cut * top,
-    )
-    size = 1 << min(most, max(10, math.ceil(math.log2((last - first) / (width * std)))))
-    h = (last - first) / size
-    cell, part = np.divmod(d / h, 1.0)
-    cell = cell.astype(int)
-    spectra = []
-    for weight in weights:  # each mass goes to the two ends of its cell, so that its mean is kept
-        folded = np.bincount(cell % size, weight * (1 - part), size) + np.bincount(
-            (cell + 1) % size, weight * part, size
-        )
-        spectra.append(np.fft.rfft(folded))
-    others = spectra[0] ** (rounds - 1)
-    place = math.floor((first - rest) / h) + np.arange(size)  # of the sums of terms
-    likelier = np.zeros(size, bool)
-    likelier[place % size] = place * h + rest > 0
-    any_, p, q = (float(np.fft.irfft(spectrum * others, size)[likelier].sum()) for spectrum in spectra)
-    total = rest * any_ + rounds * (p - factor * q)
-    return min(1.0, max(0.0, total / bins))
+    if rounds == 1:
+        return min(1.0, float(weights @ np.maximum(terms + rest, 0.0)) / bins)
+    # A term that exceeds what the others can take away, or take up, may be cut, and what is cut from its top added.
+    most = {"remove": 30 * factor, "add": 2.0, "replace": 100 * factor}[way] * bins
+    beyond = float(weights @ np.maximum(terms - most, 0.0))
+    terms = np.clip(terms, -most, most)
+    h = max(0.04, min(0.1, 0.05 * mu), 0.03 * mu)
+    # The median of a share, or a share of P's that is hardly ever smaller: no finer cells are needed.
+    usual = math.exp(max(-mu * mu / 2, mu * mu / 2 - 10 * mu))
+    if way == "remove":
+        spacing = max(min(mu, 1.0) * usual / 10, 0.2 * h * (factor - 1))
+    elif way == "add":
+        h, spacing = h / 2, min(mu, 1.0) * min(1.0, factor * usual) / 40
+    else:
+        spacing = 2 * min(mu, 1.0) * math.exp(epsilon / 2) * usual / 10
+    scale = spacing / h
+    top = 2 * (max(abs(terms[0]), abs(terms[-1])) + math.sqrt(rounds) * (factor - 1))
+    half = 48 * math.ceil((math.asinh(top / scale) / h + 3) / 48)
+    cells = 2 * half + 1
+    places, shares = _shared(np.arcsinh(terms / scale) / h + half, cells)
+    one = np.asarray(sum(np.bincount(places + k, weights * share, cells) for k, share in enumerate(shares)))
+    few, more = np.eye(1, cells, half)[0], one  # the laws of sums of n and n + 1 terms, at first of none and one
+    for bit in f"{rounds // 2:b}":
+        between, same = _added(few, more, half, h), few if bit == "0" else more
+        doubled = _added(same, same, half, h)
+        few, more = (doubled, between) if bit == "0" else (between, doubled)
+        scale *= math.sqrt(2)
+    sums = scale * np.sinh(h * np.arange(-half, half + 1))
+    total = float(few @ np.maximum(np.add.outer(sums, sums) + rest, 0.0) @ (more if rounds % 2 else few))
+    return min(1.0, max(0.0, total + rounds * beyond) / bins)
+
+
+def _added(law: np.ndarray, other: np.ndarray, half: int, h: float) -> np.ndarray:
+    """The law of the sum of two numbers on cells, on cells whose scale is larger by the square root of 2."""
+    first, second = _used(law, half, h), _used(other, half, h)
+    places, shares = _pairs(half, h)
+    masses = np.outer(law[first], other[second]).ravel()
+    at = places[first, second].ravel()
+    each = (np.bincount(at + k, masses * share[first, second].ravel(), len(law)) for k, share in enumerate(shares))
+    return np.asarray(sum(each))
+
+
+def _used(law: np.ndarray, half: int, h: float) -> slice:
+    """The cells outside of which are too little mass, and too small a mean, for any delta."""
+    sizes = np.abs(law) * np.maximum(1.0, np.sinh(h * np.arange(-half, half + 1)))
+    kept = np.flatnonzero(sizes > 1e-6 * LEAST_DELTA)
+    return slice(int(kept[0]), int(kept[-1]) + 1)
+
+
+@lru_cache(4)
+def _pairs(half: int, h: float) -> tuple[np.ndarray, np.ndarray]:
+    """Per pair of cells, the first of the four cells around their sum, and the shares of the four."""
+    values, cells = np.sinh(h * np.arange(-half, half + 1)), 2 * half + 1
+    return _shared(np.arcsinh(np.add.outer(values, values) / math.sqrt(2)) / h + half, cells)
+
+
+def _shared(at: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """The first of the four cells around each place, and their shares, which interpolate cubic functions exactly."""
+    first = np.clip(np.floor(at).astype(np.int32) - 1, 0, cells - 4)
+    t = np.clip(at - first, 0.0, 3.0)
+    shares = [(1 - t) * (2 - t) * (3 - t) / 6, t * (2 - t) * (3 - t) / 2, t * (t - 1) * (3 - t) / 2]
+    return first, np.stack([*shares, t * (t - 1) * (t - 2) / 6])
 
 
 def _by_concentration(steps: Sequence[Step], deltas: Sequence[float]) -> tuple[float, ...]:

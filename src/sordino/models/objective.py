@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -111,32 +112,45 @@ class Objective(NamedTuple):
         def near(part: Tensor) -> Tensor:
             return torch.cat([part[:1], part[1:] / FAR])
 
-        copies, few = self._copies(outputs, y), len(y)
+        shared = self._shared(outputs, mixed)
+        copies, few = self._copies(outputs, y, shared), len(y)
         y = y.repeat(copies)
-        several = [_repeated(each, few, copies) for each in (outputs, *mixed)]
-        several += [_with_parts(several[0], change, len(y)) for change in (far, near)]
-        found = [self._first(several[0], y)]
+        several = [_repeated(each, few, copies, shared) for each in (outputs, *mixed)]
+        several += [_with_rows(several[0], change, len(y), shared) for change in (far, near)]
+        found = [self._first(several[0], y, shared)]
         for each in several:
             z = self.read(each).detach()
             right = z.argmax(-1) if self.labels == "classes" else z[:, 0].to(y)  # of small losses
             for other in (y, y[:1].expand_as(y), y.max().expand_as(y), right):
                 with suppress(*FAILS):  # it takes no such numbers, as where outputs are probabilities
-                    found.append(self._first(each, torch.cat([y[:1], other[1:]])))
+                    found.append(self._first(each, torch.cat([y[:1], other[1:]]), shared))
         if any(not torch.equal(found[0], other) for other in found):
             raise SordinoError(
                 "loss: that of one record depends on other records, which no clip bounds, as with weights from the "
                 "classes of a batch; use its own row alone, and public weights."
             )
 
-    def _copies(self, outputs: Any, y: Tensor) -> int:
+    def _shared(self, outputs: Any, mixed: Sequence[Any]) -> frozenset[str | int | None]:
+        """The parts that belong to no record, whatever their number of rows, such as prototypes of the classes: they
+        are the same whatever the other records are. The part that predicts is none of them."""
+        predicts, parts = self.read(outputs), _parts(outputs)
+        others = [_parts(each) for each in mixed]
+        return frozenset(
+            name
+            for name, part in parts.items()
+            if isinstance(part, Tensor) and part is not predicts
+            if others and all(isinstance(o.get(name), Tensor) and torch.equal(part, o[name]) for o in others)
+        )
+
+    def _copies(self, outputs: Any, y: Tensor, shared: Collection[str | int | None]) -> int:
         """How many copies of the rows the loss takes: 1 if the outputs have parts that cannot be copied."""
         try:
-            found = self.losses(_repeated(outputs, len(y), COPIES), y.repeat(COPIES))
+            found = self.losses(_repeated(outputs, len(y), COPIES, shared), y.repeat(COPIES))
         except FAILS:
             return 1
         return COPIES if found.shape == (COPIES * len(y),) else 1
 
-    def _first(self, outputs: Any, y: Tensor) -> Tensor:
+    def _first(self, outputs: Any, y: Tensor, shared: Collection[str | int | None]) -> Tensor:
         """The first record's loss, and the gradient of all losses with respect to its outputs."""
         leaves: list[Tensor] = []
 
@@ -146,31 +160,55 @@ class Objective(NamedTuple):
 
         torch.manual_seed(0)
         with torch.enable_grad():
-            losses = self.losses(_with_parts(outputs, leaf, len(y)), y)
+            losses = self.losses(_with_rows(outputs, leaf, len(y), shared), y)
             needed = bool(leaves) and losses.requires_grad
             grads = torch.autograd.grad(losses.sum(), leaves, allow_unused=True) if needed else ()
         first = [losses[:1].detach(), *(g[0].flatten() for g in grads if g is not None)]
         return torch.cat([part.double() for part in first]).nan_to_num()
 
 
-def _repeated(outputs: Any, rows: int, copies: int) -> Any:
+def _repeated(outputs: Any, rows: int, copies: int, shared: Collection[str | int | None]) -> Any:
     """The outputs for so many copies of the rows."""
-    return _with_parts(outputs, lambda part: part.repeat(copies, *[1] * (part.dim() - 1)), rows)
+    return _with_rows(outputs, lambda part: part.repeat(copies, *[1] * (part.dim() - 1)), rows, shared)
 
 
-def _with_parts(outputs: Any, change: Callable[[Tensor], Tensor], rows: int) -> Any:
-    """The outputs with their tensors of numbers changed that have one row per record, in containers of one level."""
+def _with_rows(
+    outputs: Any, change: Callable[[Tensor], Tensor], rows: int, shared: Collection[str | int | None]
+) -> Any:
+    """The outputs with their tensors of numbers changed that have one row per record and are not shared by all."""
 
-    def changed(part: Any) -> Any:
-        fits = isinstance(part, Tensor) and part.is_floating_point() and part.dim() > 0 and len(part) == rows
+    def changed(name: str | int | None, part: Tensor) -> Tensor:
+        fits = part.is_floating_point() and part.dim() > 0 and len(part) == rows and name not in shared
         return change(part) if fits else part
 
+    return _changed(outputs, changed)
+
+
+def _changed(outputs: Any, change: Callable[[str | int | None, Tensor], Tensor]) -> Any:
+    """The outputs with their tensors changed, given their names: one tensor, or a container of one level, whose type
+    is kept, so that a loss reads its keys and attributes as it reads those of the module."""
+
+    def changed(name: str | int | None, part: Any) -> Any:
+        return change(name, part) if isinstance(part, Tensor) else part
+
+    if isinstance(outputs, Tensor):
+        return change(None, outputs)
     if isinstance(outputs, Mapping):
-        return {key: changed(part) for key, part in outputs.items()}
+        parts = {key: changed(key, part) for key, part in outputs.items()}
+        if type(outputs) is dict or not isinstance(outputs, MutableMapping):
+            return parts
+        same = copy.copy(outputs)
+        for key, part in parts.items():
+            same[key] = part
+        return same
     if isinstance(outputs, tuple | list):
-        parts = [changed(part) for part in outputs]
-        return outputs._make(parts) if hasattr(outputs, "_make") else type(outputs)(parts)
-    return changed(outputs)
+        items = [changed(place, part) for place, part in enumerate(outputs)]
+        return outputs._make(items) if hasattr(outputs, "_make") else type(outputs)(items)
+    if hasattr(outputs, "__dict__"):
+        same = copy.copy(outputs)
+        vars(same).update({name: changed(name, part) for name, part in vars(outputs).items()})
+        return same
+    return outputs
 
 
 def _parts(outputs: Any) -> dict[str | int | None, Any]:
@@ -183,12 +221,5 @@ def _parts(outputs: Any) -> dict[str | int | None, Any]:
 
 
 def _widened(outputs: Any) -> Any:
-    """Tensors of 16 bits in float32, in containers of one level."""
-    if isinstance(outputs, Tensor):
-        return outputs.float() if outputs.dtype in (torch.bfloat16, torch.float16) else outputs
-    if isinstance(outputs, Mapping):
-        return {key: _widened(part) if isinstance(part, Tensor) else part for key, part in outputs.items()}
-    if isinstance(outputs, tuple | list):
-        parts = [_widened(part) if isinstance(part, Tensor) else part for part in outputs]
-        return outputs._make(parts) if hasattr(outputs, "_make") else parts
-    return outputs
+    """Tensors of 16 bits in float32."""
+    return _changed(outputs, lambda _, part: part.float() if part.dtype in (torch.bfloat16, torch.float16) else part)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, group_of_site, sizes_of
+from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, finite, group_of_site, sizes_of
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.public import KEPT_BY_A_PARTY
 from sordino.evidence.signing import code_sha256, sha256
@@ -324,7 +324,7 @@ def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
 def _against_ledger(cert: dict[str, Any], path: Path) -> Iterator[str]:
     with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
-        paid = {(row.who, row.query): (row.sensitivity, row.std, row.times, row.rate) for row in book.rows()}
+        paid = {(row.who, row.query): (finite(row.sensitivity), row.std, row.times, row.rate) for row in book.rows()}
     for group in cert["groups"]:
         for release in group["releases"]:
             claimed = (release["sensitivity"], release["std"], release["times"], release["rate"])

@@ -194,6 +194,51 @@ def test_a_certificate_with_little_noise_is_compared_from_below():
     assert any("is claimed, but the raw numbers give" in gap for gap in verdict.gaps)
 
 
+@pytest.mark.parametrize(
+    ("adjacency", "mu", "times", "delta"),
+    [
+        (Adjacency.ADD_REMOVE, 2.75, 15, 1e-8),
+        (Adjacency.REPLACE_ONE, 6.0, 2, 1e-8),
+        (Adjacency.REPLACE_ONE, 3.0, 4, 1e-5),
+    ],
+)
+def test_an_honest_epsilon_is_not_refused_where_it_is_large(adjacency, mu, times, delta):
+    """Rounding errors of e^epsilon 1e-16, and chords between few epsilons, made the second account too high: 18.7
+    instead of 15.9 in the first case."""
+    release = events.Release("x", mu, 1.0, times, 0.04, Sampler.ALLOCATION)
+    ours = events.epsilon([release], delta, adjacency)
+    (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (delta,), adjacency)
+    for claimed, wrong in ((ours, False), (theirs, False), (0.99 * theirs, True)):
+        problems = []
+        verify._compare("epsilon", claimed, theirs, problems, [])
+        assert bool(problems) == wrong
+    assert 0.999 * theirs < ours < 1.02 * theirs
+
+
+@pytest.mark.parametrize(
+    ("bins", "rounds", "mu", "way", "epsilon"),
+    [(4, 4, 3.0, "replace", 11.0), (2, 2, 1.2, "add", 1.0), (4, 4, 3.0, "add", 5.0), (25, 7, 2.5, "remove", 3.0)],
+)
+def test_the_epoch_of_verify_against_simulation(bins, rounds, mu, way, epsilon):
+    rng = np.random.default_rng(1)
+    z, within = rng.normal(size=(400_000, rounds)), rng.random(400_000) < rounds / bins
+    ahead, behind = mu * (way != "add"), mu * (way != "remove")
+    z[within, 0] += ahead  # if a record is in a minibatch that is released, it is in the first one, by symmetry
+    p, q = (bins - rounds + np.exp(shift * z - shift * shift / 2).sum(1) for shift in (ahead, -behind))
+    gains = np.maximum(1 - math.exp(epsilon) * q / p, 0)
+    found, error = verify._allocated(epsilon, bins, rounds, mu, way), gains.std() / math.sqrt(len(gains))
+    assert abs(found - gains.mean()) < 4 * error + 0.01 * gains.mean()
+
+
+@pytest.mark.parametrize("way", ["remove", "add", "replace"])
+def test_small_deltas_of_verify_are_not_lost_in_rounding(way):
+    alphas = np.exp([0.5, 1.5] if way == "add" else [1.5, 3.0])
+    fine = allocation.divergences(alphas, 25, 25, 1.0, way, 1e-18, 0.01, 1 << 15)
+    found = [verify._allocated(math.log(alpha), 25, 25, 1.0, way) for alpha in alphas]
+    np.testing.assert_allclose(found, fine, rtol=0.02)
+    assert 1e-15 < min(found) < 1e-4
+
+
 @pytest.mark.soak
 def test_verify_finds_nearly_the_same_where_terms_are_long():
     """Where its grids held every term, they were too coarse: it found 3.4 instead of 8.2 under replace-one."""
