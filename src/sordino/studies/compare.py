@@ -69,9 +69,16 @@ class Contestant(NamedTuple):
     options: dict[str, Any]  # fixed, not tuned
 
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
-        """The keys of a run. A common option such as the clip is set for methods that have it and do not derive it."""
-        method_options = () if self.method in UNTUNED else entry(self.method).options
+        """The keys of a run.
+
+        A common option such as the clip is set for methods that have it and do not derive it, and the common number of
+        rounds for methods that have a choice: the others keep their own, and spend the whole budget there.
+        """
+        known = entry(self.method)
+        method_options = () if self.method in UNTUNED else known.options
         common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in method_options}
+        if known.fixed:
+            common.pop("rounds", None)
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
