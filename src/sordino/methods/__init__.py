@@ -236,7 +236,7 @@ REGISTRY: dict[str, MethodEntry] = {
     "dp-class-means": MethodEntry(
         class_means,
         "one round",
-        "noised class means, a recipe of one round; docs/methods.md",
+        "noised class means, a common recipe; docs/methods.md",
         rounds=1,
         fixed=True,
         batch=("scale",),
@@ -246,7 +246,7 @@ REGISTRY: dict[str, MethodEntry] = {
     "dp-statistics": MethodEntry(
         statistics,
         "one round",
-        "Vu and Slavkovic 2009 (noised statistics); docs/methods.md",
+        "sufficient-statistics perturbation (Wang 2018, arXiv 1803.02596), for classes",
         rounds=1,
         fixed=True,
         batch=("ridge", "scale"),

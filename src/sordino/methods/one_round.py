@@ -14,8 +14,8 @@ from sordino.core import Facts, Kind, Local, Method, Query, Rule, Stage, Tree, T
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.covariance import times
-from sordino.methods.few_rounds import gradient_and_gram
 from sordino.methods.fedgd import gradient
+from sordino.methods.few_rounds import gradient_and_gram
 from sordino.rules.basic import check_above_zero
 from sordino.rules.estimates import matrix_of
 from sordino.rules.first_round import FirstAnswers, unpacked
@@ -54,7 +54,7 @@ def class_means(*, unit: Unit = Unit.RECORD, clip: float = 5.0, scale: float = 1
     def update(G: Tensor, K: Tensor, theta: Tensor, t: int) -> tuple[Tensor, Tensor]:
         return -scale * K * G, K
 
-    queries = (Query(Kind.GRADIENT, clip),)
+    queries: tuple[Query, ...] = (Query(Kind.GRADIENT, clip),)
     if unit is Unit.CLIENT:
         queries = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
     stage = Stage(Local(gradient), Rule(newton_factor, update), queries, rounds=1)
@@ -98,9 +98,9 @@ def statistics(
     Example:
         >>> from sordino.core import Adjacency, Unit
         >>> from sordino.methods import build
-        >>> gradient, gram = build("dp-statistics", radius=3.0).stages[0].queries
-        >>> gradient.sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD), gram.sensitivity(Adjacency.ADD_REMOVE, Unit.RECORD)
-        (10.0, 10.0)
+        >>> queries = build("dp-statistics", radius=3.0).stages[0].queries
+        >>> [query.sensitivity(Adjacency.ADD_REMOVE, Unit.RECORD) for query in queries]
+        [5.0, 10.0]
     """
     check_above_zero(clip=clip, radius=radius, ridge=ridge, scale=scale)
     if not 0 < share < 1:

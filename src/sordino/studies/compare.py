@@ -390,7 +390,7 @@ def document(
         above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
         runs.insert(len(above) - above[::-1].index(True), filed)
     assert read is not None
-    rounds, first = max(len(each.scores) for each in trained), read[1]
+    lengths, first = {len(each.scores) for each in trained}, read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
     promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
@@ -408,7 +408,7 @@ def document(
             "clients": trained[0].plan.clients,
         },
         "metric": metric,
-        "rounds": list(printed) or _printed(rounds),
+        "rounds": list(printed) or _printed(lengths),
         "target": {
             "reference": RIVAL if any(e.label == RIVAL for e in entrants) else entrants[0].label,
             "share": SHARE,
@@ -601,9 +601,11 @@ def _varied(entrants: Sequence[Entrant]) -> dict[str, list[Any]]:
     return values_of
 
 
-def _printed(rounds: int) -> list[int]:
-    """Every tenth round, as in the papers; every round of a short run."""
-    return list(range(10, rounds + 1, 10)) if rounds >= 10 else list(range(1, rounds + 1))
+def _printed(lengths: set[int]) -> list[int]:
+    """Every tenth round, as in the papers; every round if all runs are short; the last one of those that have fewer."""
+    rounds = max(lengths)
+    usual = range(10, rounds + 1, 10) if rounds >= 10 else range(1, rounds + 1)
+    return sorted({*usual, *(lengths - {rounds})})
 
 
 def as_command(spec: Spec) -> str:
