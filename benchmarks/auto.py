@@ -300,6 +300,7 @@ def regression_cell(dataset: Dataset, name: str) -> Cell:
 def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[float]) -> list[Cell]:
     """Recipes of one round: class means, and regression on indicators of the classes from noised moments.
 
+    These are the methods dp-class-means and dp-statistics with the same noise law, computed from one pair of moments.
     All records have one norm, so every gradient at zero is cut by the same factor, and the clip only sets a scale. The
     share of the budget for A and the ridge are those that are best on the test records with the tuning seed.
     """

@@ -27,14 +27,15 @@ def code(reply):
 @pytest.mark.parametrize("method", SERVED)
 def test_every_method_is_served_in_the_open(tiny, method):
     """The words of its own server are of the form that sites hold them against."""
-    federation = tiny(method, rounds=3)
+    count = 1 if REGISTRY[method].fixed else 3
+    federation = tiny(method, rounds=count)
     try:
         federation.terms().plan  # noqa: B018
     except SordinoError as error:
         pytest.skip(str(error))
     federation.run()
     rounds = [line["came"] for line in federation.progress("round")]
-    assert [sorted(names) for names in rounds] == [sorted(federation.names)] * 3
+    assert [sorted(names) for names in rounds] == [sorted(federation.names)] * count
 
 
 @pytest.mark.parametrize("word", [put(-100.0), put(-50.0), NUMBERS])

@@ -94,6 +94,35 @@ def test_the_document_makes_a_report(made, tmp_path):
     assert made["pairs"][0]["a"] == "dp-fedfc"
 
 
+@pytest.mark.parametrize("how", ["grid", "halving"])
+def test_methods_of_one_round_stand_beside_longer_ones(how, tmp_path, capsys):
+    """They spend the whole budget in their round, and the tables say so."""
+    words = f"--data digits --clients 4 --trust secure-aggregation --epsilons 2 --seeds 2 --search {how}"
+    methods = "dp-fedadam,dp-class-means,dp-statistics"
+    more = f"--methods {methods} --rounds 12 --tune --preset steps --out {tmp_path / 'out'}"
+    assert main(["compare", *words.split(), *more.split()]) == 0
+    shown = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert {"dp-fedadam": "12", "dp-class-means": "1", "dp-statistics": "1"}.items() <= {
+        words[0]: words[1] for words in shown if len(words) > 1
+    }.items()
+    document = json.loads((tmp_path / "out" / "compare.json").read_text())
+    assert document["rounds"] == [1, 10]
+    assert {setting["method"] for setting in document["tuning"]["settings"]} == {"dp-fedadam", "dp-statistics"}
+    for filed in document["runs"]:
+        rounds = 12 if filed["method"] == "dp-fedadam" else 1
+        assert len(filed["accuracy"]) == rounds == filed["certificate"]["rounds"]
+        assert filed["certificate"]["epsilon"] == pytest.approx(2.0, rel=1e-6)
+        assert ("rounds=" in filed["command"]) == (rounds == 12)
+        assert filed["accuracy"][-1] > 0.5
+    columns = {row[0].text: [cell.text for cell in row[1:]] for row in report.by_round(document)["2"].rows}
+    assert columns["dp-statistics"][1] == "–" != columns["dp-statistics"][0]
+    assert report.final(document).head[:2] == ["method", "rounds"]
+
+
+def test_a_table_of_equal_rounds_has_no_column_of_rounds(made):
+    assert report.final(made).head == ["method", "ε = 2", "ε = ∞"]
+
+
 def test_settings_are_chosen_once_and_kept(tmp_path):
     who = compare.contestants(["dp-fedgd"], BASE)
     tuning = compare.settle(who, BASE, [2.0, 8.0], grid="paper-coarse")

@@ -50,6 +50,7 @@ def test_runs_side_by_side_are_the_runs_one_by_one(name, digits):
     """Every option that a batch may vary is varied, and so are seeds and budgets."""
     known = REGISTRY[name]
     base = {"method": name, "rounds": 6 if name == "auto" else max(3, known.rounds if known.rounds < 5 else 3)}
+    base |= {"rounds": known.rounds} if known.fixed else {}
     base |= {"steps": 2} if "steps" in known.options else {}  # a single local step has no use for some options
     budgets = [float("inf")] if name in NOT_PRIVATE else [4.0, 8.0]
     specs = [spec(**base, seed=1 + k, epsilon=e) for k, e in enumerate(budgets)]

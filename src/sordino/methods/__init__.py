@@ -26,6 +26,7 @@ from sordino.methods.ftrl import ftrl
 from sordino.methods.head import newton_head
 from sordino.methods.localadamw import localadamw
 from sordino.methods.newton import fedavg_gdp, fedhybrid, fednewton, fedsgd
+from sordino.methods.one_round import class_means, statistics
 from sordino.methods.prox import adafedprox
 from sordino.methods.sam import fedsam
 from sordino.methods.scaffold import scaffold
@@ -40,6 +41,7 @@ class MethodEntry(NamedTuple):
     paper: str
     units: tuple[Unit, ...] = (Unit.RECORD, Unit.CLIENT)  # that the factory builds for; see `protects`
     rounds: int = 70  # of a run that does not say
+    fixed: bool = False  # it has these rounds and no others
     batch: tuple[str, ...] = ("lr",)  # options in which runs trained side by side may differ
     normalize: str = "none"  # of records, in a run that does not say
     model: str = "auto"  # that a run trains if it does not say
@@ -230,6 +232,26 @@ REGISTRY: dict[str, MethodEntry] = {
         "second order, server side",
         "DP-FedNew (PoPETs 2025), algorithms 5 and 6",
         bounds=declare(clips="clip covariance_clip", step_sizes="lr", weights="gamma covariance_share"),
+    ),
+    "dp-class-means": MethodEntry(
+        class_means,
+        "one round",
+        "noised class means, a common recipe; docs/methods.md",
+        rounds=1,
+        fixed=True,
+        batch=("scale",),
+        normalize="record",
+        bounds=declare(clips="clip", weights="scale"),
+    ),
+    "dp-statistics": MethodEntry(
+        statistics,
+        "one round",
+        "sufficient-statistics perturbation (Wang 2018, arXiv 1803.02596), for classes",
+        rounds=1,
+        fixed=True,
+        batch=("ridge", "scale"),
+        normalize="record",
+        bounds=declare(clips="clip radius", weights="share ridge scale"),
     ),
     "fednew": MethodEntry(
         fednew,

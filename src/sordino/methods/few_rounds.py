@@ -37,6 +37,20 @@ class Steps(NamedTuple):
     doubt: float
 
 
+class Release(NamedTuple):
+    """How a gradient and A are released together.
+
+    Attributes:
+        local: The clients' rule.
+        queries: What it asks.
+        units: Of the gradient and of A, if a client sends both as one vector in these units.
+    """
+
+    local: Local
+    queries: tuple[Query, ...]
+    units: tuple[float, float] | None = None
+
+
 def few_round_stages(
     unit: Unit, rounds: int, intervals: int, *, clip: float, most: float, prior: float, doubt: float
 ) -> tuple[Stage, ...]:
@@ -59,47 +73,59 @@ def few_round_stages(
     """
     spent = COVARIANCE_SHARE * (2 if intervals else 1)
     own, steps = (1 - spent) / rounds, Steps(clip, most, prior, doubt)
-    later: tuple[Query, ...]
+    later: tuple[Query, ...] = (Query(Kind.GRADIENT, clip),)
     if unit is Unit.CLIENT:
         if intervals:
             raise SordinoError("few_rounds: a survival model at client level needs six rounds or more.")
-        stage = _client_stage(own, rounds, steps)
         later = (Query(Kind.GRADIENT, noise=None), Query(Kind.DELTA, clip))
+    if intervals:
+        stage = _survival_stage(own, intervals, steps)
     else:
-        stage = _record_stage(own, rounds, intervals, steps)
-        later = (Query(Kind.GRADIENT, clip),)
+        local, queries, units = gradient_and_gram(unit, clip, most, own, COVARIANCE_SHARE)
+        rule = first_step(part=1 / rounds, units=units, **steps._asdict())
+        stage = Stage(local, rule, queries, rounds=1)
     if rounds == 1:
         return (stage,)
     return stage, Stage(Local(gradient), kalman(part=None, **steps._asdict()), later)
 
 
-def _record_stage(own: float, rounds: int, intervals: int, steps: Steps) -> Stage:
-    """own: the first gradient's part of mu squared."""
+def gradient_and_gram(unit: Unit, clip: float, most: float, own: float, share: float) -> Release:
+    """A gradient and A, released together.
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> FirstAnswers:
-        return FirstAnswers(ask.gradient(broadcast.theta), ask.gram())
+    Args:
+        unit: Whose data are protected, one record or one whole client.
+        clip: Bound on the norm of a record's gradient, and its unit in a client's message.
+        most: The same for u u^T.
+        own: The gradient's part of mu squared.
+        share: Part of mu squared for A. A client's one message has both parts.
 
-    def compute_survival(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> SurvivalAnswers:
-        return SurvivalAnswers(ask.tally(broadcast.theta), ask.gradient(broadcast.theta), ask.gram())
-
-    gram = Query(Kind.GRAM, steps.most, share=COVARIANCE_SHARE, psd=True)
-    queries = Query(Kind.GRADIENT, steps.clip, share=own), gram
-    if not intervals:
-        rule = first_step(part=1 / rounds, **steps._asdict())
-        return Stage(Local(compute, message=EMPTY_ANSWERS), rule, queries, rounds=1)
-    table = Query(Kind.TALLY, 1.0, share=COVARIANCE_SHARE, psd=True)
-    rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), **steps._asdict())
-    return Stage(Local(compute_survival, message=EMPTY_SURVIVAL_ANSWERS), rule, (table, *queries), rounds=1)
-
-
-def _client_stage(own: float, rounds: int, steps: Steps) -> Stage:
-    """own: the first gradient's part of mu squared; the message's is that and the part of A."""
-    part = own / (own + COVARIANCE_SHARE)
-    units = steps.clip / math.sqrt(part), steps.most / math.sqrt(1 - part)
+    Returns:
+        The clients' rule and what it asks.
+    """
+    if unit is not Unit.CLIENT:
+        queries = Query(Kind.GRADIENT, clip, share=own), Query(Kind.GRAM, most, share=share, psd=True)
+        return Release(Local(_ask_both, message=EMPTY_ANSWERS), queries)
+    part = own / (own + share)
+    units = clip / math.sqrt(part), most / math.sqrt(1 - part)
 
     def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
         return torch.cat([ask.gradient(broadcast.theta) / units[0], ask.gram().flatten(-2) / units[1]], -1)
 
-    rule = first_step(part=1 / rounds, units=units, **steps._asdict())
-    asked = Query(Kind.GRADIENT, noise=None), Query(Kind.GRAM, noise=None)
-    return Stage(Local(compute), rule, (*asked, Query(Kind.DELTA, 1.0, share=own + COVARIANCE_SHARE)), rounds=1)
+    inside = Query(Kind.GRADIENT, noise=None), Query(Kind.GRAM, noise=None)
+    return Release(Local(compute), (*inside, Query(Kind.DELTA, 1.0, share=own + share)), units)
+
+
+def _ask_both(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> FirstAnswers:
+    return FirstAnswers(ask.gradient(broadcast.theta), ask.gram())
+
+
+def _survival_stage(own: float, intervals: int, steps: Steps) -> Stage:
+    """own: the gradient's part of mu squared."""
+
+    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> SurvivalAnswers:
+        return SurvivalAnswers(ask.tally(broadcast.theta), ask.gradient(broadcast.theta), ask.gram())
+
+    _, queries, _ = gradient_and_gram(Unit.RECORD, steps.clip, steps.most, own, COVARIANCE_SHARE)
+    table = Query(Kind.TALLY, 1.0, share=COVARIANCE_SHARE, psd=True)
+    rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), **steps._asdict())
+    return Stage(Local(compute, message=EMPTY_SURVIVAL_ANSWERS), rule, (table, *queries), rounds=1)

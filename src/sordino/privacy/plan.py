@@ -148,9 +148,13 @@ class Plan:
             fewer = (
                 f" For fewer: {self.method.fewer}." if self.method.fewer and fixed + open_ended > self.rounds else ""
             )
-            raise SordinoError(
-                f"rounds: {self.method.name} needs {'more than ' * bool(open_ended)}{fixed} rounds.{fewer}"
-            )
+            if not open_ended:
+                number = f"{fixed} round{'s' * (fixed != 1)}"
+                raise SordinoError(
+                    f"rounds: {self.method.name} needs {number} and has no use for others, got {self.rounds}; leave "
+                    f"rounds out of a run, or set {fixed}."
+                )
+            raise SordinoError(f"rounds: {self.method.name} needs more than {fixed} rounds.{fewer}")
         return tuple(self.rounds - fixed if stage.rounds is None else stage.rounds for stage in self.method.stages)
 
     @cached_property

@@ -41,6 +41,25 @@ EMPTY_ANSWERS = FirstAnswers((), ())  # type: ignore[arg-type]
 EMPTY_SURVIVAL_ANSWERS = SurvivalAnswers((), (), ())  # type: ignore[arg-type]
 
 
+def unpacked(answers: FirstAnswers | Tensor, theta: Tensor, units: tuple[float, float] | None) -> FirstAnswers:
+    """The gradient, and A as a square matrix.
+
+    Args:
+        answers: The mean of what clients sent.
+        theta: Parameters, whose leading axes the result has.
+        units: Of the gradient and of A, if a client sends both as one vector in these units.
+
+    Returns:
+        Both answers.
+    """
+    if isinstance(answers, Tensor):
+        assert units is not None
+        size = theta.shape[-1]
+        answers = FirstAnswers(units[0] * answers[..., :size], units[1] * answers[..., size:])
+    rows = math.isqrt(answers.gram[(0,) * (theta.dim() - 1)].numel())
+    return answers._replace(gram=answers.gram.reshape(*theta.shape[:-1], rows, rows))
+
+
 def first_step(
     *, clip: float, most: float, prior: float, doubt: float, part: float, units: tuple[float, float] | None = None
 ) -> Rule:
@@ -73,13 +92,11 @@ def first_step(
         return begun(state, value, V, setting, clip=clip, prior=prior)._replace(setting=setting)
 
     def update(answers: FirstAnswers | Tensor, state: KalmanState, theta: Tensor, t: int) -> tuple[Tensor, KalmanState]:
-        size, setting = theta.shape[-1], state.setting
+        setting = state.setting
         assert isinstance(setting, Setting)
-        if isinstance(answers, Tensor):
-            answers = FirstAnswers(gradient_unit * answers[..., :size], gram_unit * answers[..., size:])
-        rows = math.isqrt(answers.gram[(0,) * (theta.dim() - 1)].numel())
-        value, V = spectrum(answers.gram.reshape(*theta.shape[:-1], rows, rows), setting.covariance_std, most)
-        return steps.update(answers.gradient, begun(state, value, V, setting, clip=clip, prior=prior), theta, t)
+        gradient, A = unpacked(answers, theta, units)
+        value, V = spectrum(A, setting.covariance_std, most)
+        return steps.update(gradient, begun(state, value, V, setting, clip=clip, prior=prior), theta, t)
 
     return Rule(init, update)
 

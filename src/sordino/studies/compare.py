@@ -69,9 +69,16 @@ class Contestant(NamedTuple):
     options: dict[str, Any]  # fixed, not tuned
 
     def values(self, base: dict[str, Any], epsilon: float) -> dict[str, Any]:
-        """The keys of a run. A common option such as the clip is set for methods that have it and do not derive it."""
-        method_options = () if self.method in UNTUNED else entry(self.method).options
+        """The keys of a run.
+
+        A common option such as the clip is set for methods that have it and do not derive it, and the common number of
+        rounds for methods that have a choice: the others keep their own, and spend the whole budget there.
+        """
+        known = entry(self.method)
+        method_options = () if self.method in UNTUNED else known.options
         common = {key: value for key, value in base.items() if key in SHARED_KEYS or key in method_options}
+        if known.fixed:
+            common.pop("rounds", None)
         return {**common, **self.options, "method": self.method, "epsilon": epsilon}
 
 
@@ -383,7 +390,7 @@ def document(
         above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
         runs.insert(len(above) - above[::-1].index(True), filed)
     assert read is not None
-    rounds, first = max(len(each.scores) for each in trained), read[1]
+    lengths, first = {len(each.scores) for each in trained}, read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
     promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
@@ -401,7 +408,7 @@ def document(
             "clients": trained[0].plan.clients,
         },
         "metric": metric,
-        "rounds": list(printed) or _printed(rounds),
+        "rounds": list(printed) or _printed(lengths),
         "target": {
             "reference": RIVAL if any(e.label == RIVAL for e in entrants) else entrants[0].label,
             "share": SHARE,
@@ -594,9 +601,11 @@ def _varied(entrants: Sequence[Entrant]) -> dict[str, list[Any]]:
     return values_of
 
 
-def _printed(rounds: int) -> list[int]:
-    """Every tenth round, as in the papers; every round of a short run."""
-    return list(range(10, rounds + 1, 10)) if rounds >= 10 else list(range(1, rounds + 1))
+def _printed(lengths: set[int]) -> list[int]:
+    """Every tenth round, as in the papers; every round if all runs are short; the last one of those that have fewer."""
+    rounds = max(lengths)
+    usual = range(10, rounds + 1, 10) if rounds >= 10 else range(1, rounds + 1)
+    return sorted({*usual, *(lengths - {rounds})})
 
 
 def as_command(spec: Spec) -> str:

@@ -90,14 +90,22 @@ FINE: dict[str, Grid] = {
 }
 
 PRESETS: dict[str, dict[str, Grid]] = {"paper-coarse": COARSE, "paper-fine": FINE, "steps": {}}
-UNTUNED = ("auto",)  # its settings follow from public facts
+STATISTICS: dict[str, Grid] = {  # of dp-statistics, which no paper tunes here
+    "paper-coarse": {"ridge": (0.01, 0.1, 1.0, 10.0, 100.0)},
+    "paper-fine": {
+        "share": (0.05, 0.2, 0.5),
+        "ridge": (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+    },
+    "steps": {"ridge": (0.01, 0.1, 1.0, 10.0, 100.0)},
+}
+UNTUNED = ("auto", "dp-class-means")  # settings follow from public facts, or do not change which class is predicted
 SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a paper adds up to an epsilon
     "dp-fedsofim": (
         (1.0, {"bias_correction": (False, True)}),
         (0.5, {"ema_rounds": (0, 20), "warm_start": (0, 20)}),  # the two readings of its warm-up of 20 rounds
     ),
 }
-MEMORIES = ("beta", "beta1", "beta2")  # decays in [0, 1)
+MEMORIES = ("beta", "beta1", "beta2", "share")  # decays and parts in [0, 1)
 MOST_COUNT = {"steps": 20}  # no grid of the papers has more; other counts are never extended
 
 
@@ -124,6 +132,8 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
     check_known("preset", name, PRESETS)
     if method in UNTUNED:
         return {}
+    if method == "dp-statistics":
+        return dict(STATISTICS[name])
     if method in PRESETS[name]:
         grid = dict(PRESETS[name][method])
         for most, parts in SMALL_BUDGETS.get(method, ()):
@@ -161,7 +171,7 @@ def beyond(key: str, values: Sequence[Any], best: Any) -> Any | None:
     factor = 2 if best == numbers[-1] else 0.5
     if key in MEMORIES:
         decay = round(1 - (1 - best) / factor, 6)
-        return decay if 0 <= decay < 1 else None
+        return decay if 0 <= decay < 1 and (decay or key != "share") else None
     if isinstance(best, int):
         return int(best * factor) if 1 <= int(best * factor) <= MOST_COUNT.get(key, 0) else None
     return float(f"{best * factor:.6g}") if best > 0 else None

@@ -188,6 +188,16 @@ def table(head: list[str], names: Sequence[str], columns: Sequence[Sequence[Tabl
     return Table(head, rows, note)
 
 
+def _with_rounds(shown: Table, runs: Sequence[Document]) -> Table:
+    """The table with the number of rounds of each method, where some have fewer than others."""
+    rounds = {run["label"]: len(series(run)) for run in runs}
+    if len(set(rounds.values())) < 2:
+        return shown
+    method, *head = shown.head
+    rows = [[name, TableCell(str(rounds[name.text])), *row] for name, *row in shown.rows]
+    return Table([method, "rounds", *head], rows, shown.note)
+
+
 def _note(runs: Sequence[Document], measure: Measure) -> str:
     seeds = len({run["seed"] for run in runs})
     least = "less is better" if measure.key in LOWER_IS_BETTER else "more is better"
@@ -210,7 +220,7 @@ def _final(runs: Sequence[Document], measure: Measure) -> Table:
         runs_of = by_label(runs, epsilon)
         columns.append(marked([curve(runs_of[name])[-1] if name in runs_of else None for name in names], measure))
     head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
-    return table(head, names, columns, _note(runs, measure))
+    return _with_rounds(table(head, names, columns, _note(runs, measure)), runs)
 
 
 def final(document: Document) -> Table:
@@ -234,7 +244,7 @@ def by_metric(document: Document) -> Table | None:
         ends = _ends_by(metric, by_label(runs, epsilon))
         columns.append(marked([ends.get(name) for name in names], measure))
     head = ["method", *(f"ε = {named(epsilon)}" for epsilon in epsilons(runs))]
-    return table(head, names, columns, _note(runs, measure))
+    return _with_rounds(table(head, names, columns, _note(runs, measure)), runs)
 
 
 def _ends_by(metric: str, runs_of: dict[str, list[Document]]) -> dict[str, Score]:

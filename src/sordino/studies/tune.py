@@ -19,6 +19,7 @@ import numpy as np
 from sordino.data.sources import Dataset
 from sordino.data.splits import generator, hold_out, hold_out_persons
 from sordino.errors import SordinoError, check_known
+from sordino.methods import entry
 from sordino.studies import shared_study
 from sordino.studies.grids import Grid, around, beyond, product
 from sordino.training.batch import run_many
@@ -183,8 +184,10 @@ def _scores(
 
 def _rungs(cases: Sequence[dict[str, Any]], last: int | None) -> Iterator[int]:
     """Number of rounds at each rung. The noise is always that of a whole run."""
-    rounds = {resolve(Spec.of(values)).rounds for values in cases}
-    if len(rounds) > 1:
+    all_resolved = [resolve(Spec.of(values)) for values in cases]
+    free = {each.rounds for each in all_resolved if not entry(each.method_name).fixed}
+    rounds = free or {each.rounds for each in all_resolved}
+    if len(free) > 1:
         raise SordinoError("search: halving needs the same number of rounds for all methods; set rounds.")
     whole = min(last or max(rounds), max(rounds))
     for rung in range(RUNGS - 1, -1, -1):

@@ -749,7 +749,7 @@ def _written(spec: Spec, schema: Schema | None) -> Spec:
         schema=spec.schema and _whole_path(spec.schema),
         public_stats=spec.public_stats and _whole_path(spec.public_stats),
         calibrate=_calibrate(spec, schema),
-        rounds=known.rounds if spec.rounds is None else spec.rounds,
+        rounds=_usual_rounds(spec, schema) if spec.rounds is None else spec.rounds,
         normalize=normalize,
         schedule_seed=secrets.randbits(126) if schedule_seed is None else schedule_seed,
         options={
@@ -757,6 +757,18 @@ def _written(spec: Spec, schema: Schema | None) -> Spec:
             for key, value in {**known.options, **_run_options(spec, schema), **spec.options}.items()
         },
     )
+
+
+def _usual_rounds(spec: Spec, schema: Schema | None) -> int:
+    """The rounds of a run that does not say; a method of fixed rounds leaves none for what the run adds to it."""
+    known = entry(spec.method)
+    return known.rounds + (_added_rounds(spec, schema) if known.fixed else 0)
+
+
+def _added_rounds(spec: Spec, schema: Schema | None) -> int:
+    """Rounds of `rounds` that are not the method's own."""
+    calibrating = added_rounds(_calibrate(spec, schema), spec.calibrate_slope)
+    return calibrating + (UNCERTAINTY_ROUNDS if spec.uncertainty else 0)
 
 
 def _calibrate(spec: Spec, schema: Schema | None) -> float:
@@ -805,8 +817,7 @@ def _run_options(spec: Spec, schema: Schema | None) -> dict[str, Any]:
     if numbers or spec.model in registry.of_numbers():
         options["centred"] = False
     chosen = {**entry(spec.method).options, **options, **spec.options}
-    added = added_rounds(_calibrate(spec, schema), spec.calibrate_slope)
-    added += (UNCERTAINTY_ROUNDS if spec.uncertainty else 0) + (0 if spec.private_statistics is None else 1)
+    added = _added_rounds(spec, schema) + (0 if spec.private_statistics is None else 1)
     own = (entry(spec.method).rounds if spec.rounds is None else spec.rounds) - added
     if 1 <= own < least_rounds(chosen["intervals"], chosen["early_share"]):
         options["few_rounds"] = own
