@@ -33,10 +33,10 @@ def fedadam_scaled(
     *,
     unit: Unit = Unit.RECORD,
     clip: float = 1.0,
-    lr: float = 0.05,
+    lr: float = 0.1,
     beta1: float = 0.9,
-    beta2: float = 0.99,
-    tau: float = 0.01,
+    beta2: float = 0.9,
+    tau: float = 0.001,
     w: float = 0.9,
     tail: float = 0.0,
 ) -> Method:
