@@ -37,7 +37,7 @@ def fedadam_scaled(
     beta1: float = 0.9,
     beta2: float = 0.9,
     tau: float = 0.001,
-    w: float = 0.9,
+    w: float = 0.5,
     tail: float = 0.0,
 ) -> Method:
     """theta <- theta - lr m / (sqrt(v) + tau), Adam's moments of s G, G the noised mean of clip(g / s), s^2 ~ v.

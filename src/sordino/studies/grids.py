@@ -1,4 +1,4 @@
-"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for other methods.
+"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for most other methods.
 
 The preset `steps` is the default grid for all methods: few settings, which a search within the budget can afford.
 The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
@@ -89,6 +89,9 @@ FINE: dict[str, Grid] = {
     },
 }
 
+OWN: dict[str, Grid] = {  # of methods that are not in the papers' tables, for both of their presets
+    "dp-fedadam-scaled": {"lr": (0.01, 0.03, 0.1, 0.3, 1.0), "w": (0.5, 0.9), "tau": (1e-3, 0.01)},
+}
 PRESETS: dict[str, dict[str, Grid]] = {"paper-coarse": COARSE, "paper-fine": FINE, "steps": {}}
 UNTUNED = ("auto",)  # its settings follow from public facts
 SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a paper adds up to an epsilon
@@ -102,7 +105,7 @@ MOST_COUNT = {"steps": 20}  # no grid of the papers has more; other counts are n
 
 
 def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
-    """A method's grid: that of the papers, or else multiples of its default step size.
+    """A method's grid: that of the papers, one of its own (`OWN`), or else multiples of its default step size.
 
     Args:
         name: Which grid, of `PRESETS`.
@@ -129,6 +132,8 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
         for most, parts in SMALL_BUDGETS.get(method, ()):
             grid |= parts if epsilon <= most else {}
         return grid
+    if name != "steps" and method in OWN:
+        return dict(OWN[method])
     known = entry(method)
     steps = [key for key in ("lr", "local_lr") if key in known.options][:1]
     return {key: tuple(known.options[key] * 4.0**k for k in (-2, -1, 0, 1, 2)) for key in steps}
