@@ -71,7 +71,9 @@ def by_hand(records, unit, rounds, noise, *, clip, lr, beta1, beta2, tau, w, cli
     return np.array(path)
 
 
-def path(records, unit=Unit.RECORD, engine=simulate, rounds=3, epsilon=math.inf, seed=1, trust="untrusted-server", **more):
+def path(
+    records, unit=Unit.RECORD, engine=simulate, rounds=3, epsilon=math.inf, seed=1, trust="untrusted-server", **more
+):
     divisor = Divisor.POOLED if unit is Unit.RECORD else Divisor.CLIENT_MEAN
     plan = plan_for(build(NAME, unit, **OPTIONS | more), records, rounds, epsilon=epsilon, trust=trust, divisor=divisor)
     return np.array([done.model.numpy() for done in engine.run(plan, MODEL, records, Seeded(seed))])

@@ -100,7 +100,7 @@ SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a pap
         (0.5, {"ema_rounds": (0, 20), "warm_start": (0, 20)}),  # the two readings of its warm-up of 20 rounds
     ),
 }
-MEMORIES = ("beta", "beta1", "beta2")  # decays in [0, 1)
+MEMORIES = ("beta", "beta1", "beta2", "w")  # decays and parts in [0, 1)
 MOST_COUNT = {"steps": 20}  # no grid of the papers has more; other counts are never extended
 
 
