@@ -381,16 +381,17 @@ def _adaptive_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Itera
 
 
 def _clipping_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
-    """Audits of DP-FedGD with other laws of clipping, on a small network, of records and against an untrusted server."""
+    """Audits of DP-FedGD on a network with other laws of clipping, of records and against an untrusted server."""
     from sordino.checks.audit import attacks
     from sordino.core import Clipping
     from sordino.methods.clipping import with_clipping
+    from sordino.privacy.participation import FULL
 
     for law in CLIPPINGS:
         for privacy, method in _targets(arguments, SAMPLED):
             if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
-                clipped = with_clipping(method, Clipping.parse(law))
-                yield partial(attacks.audit, f"{SAMPLED} clipping={law}", privacy, method=clipped, **rest)
+                method, label = with_clipping(method, Clipping.parse(law)), f"{SAMPLED} clipping={law}"
+                yield partial(attacks.audit, label, privacy, method=method, **rest | {"batch": FULL})
 
 
 def _network_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:

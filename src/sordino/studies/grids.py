@@ -1,4 +1,4 @@
-"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for most other methods.
+"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for most others.
 
 The preset `steps` is the default grid for all methods: few settings, which a search within the budget can afford.
 The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
