@@ -350,6 +350,7 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
             if name == SAMPLED:
                 yield from _adaptive_jobs(arguments, rest)
                 yield from _clipping_jobs(arguments, rest)
+                yield from _adapter_jobs(arguments, rest)
             if name in NETWORKS:
                 yield from _network_jobs(arguments, name, rest)
 
@@ -392,6 +393,17 @@ def _clipping_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Itera
             if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
                 method, label = with_clipping(method, Clipping.parse(law)), f"{SAMPLED} clipping={law}"
                 yield partial(attacks.audit, label, privacy, method=method, **rest | {"batch": FULL})
+
+
+def _adapter_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of DP-FedGD on low-rank adapters, of records and against an untrusted server."""
+    from sordino.checks.audit import adapters
+    from sordino.models.pretrained import LORA_VARIANTS
+
+    for variant in LORA_VARIANTS:
+        for privacy, _ in _targets(arguments, SAMPLED):
+            if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
+                yield partial(adapters.audit, variant, privacy, **rest)
 
 
 def _network_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:
