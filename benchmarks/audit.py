@@ -42,9 +42,11 @@ def jobs() -> list[Any]:
 
 def key(job: Any) -> tuple[str, ...]:
     """What a row is about."""
-    from sordino.checks.audit import integers
+    from sordino.checks.audit import adapters, integers
 
     name, privacy = job.args[0], job.args[-1]
+    if job.func is adapters.audit:
+        name = f"{adapters.METHOD} adapters={name}"
     trust = "secure-aggregation" if job.func is integers.audit else privacy.trust
     return name, str(privacy.unit), str(privacy.adjacency), str(trust), job.keywords.get("batch", "full")
 

@@ -188,8 +188,8 @@ def test_each_contract_rejects_its_mutants(subject, model):
         assert checks.engines(*mutant(subject(), model)) > 100 * checks.TOLERANCE, mutant
 
 
-# Wrong for persons, or for sums of two gradients (tests/methods/test_disk.py).
-OF_OTHERS = (*mutants.OF_PERSONS, mutants.clips_each_gradient)
+# Wrong for persons, for sums of two gradients (tests/methods/test_disk.py), or after a scale (test_scaled.py).
+OF_OTHERS = (*mutants.OF_PERSONS, mutants.clips_each_gradient, mutants.clips_before_the_scale)
 
 
 @pytest.mark.parametrize("adjacency", Adjacency)

@@ -142,6 +142,7 @@ OPTIONS = [
     ("dp-fedsofim", {"warm_start": 3, "beta": 0.5, "tail": 0.4}),
     ("dp-fedsofim", {"ema_rounds": 2, "ema_scale": "unit", "clip": 5.0}),
     ("dp-fedadam", {"bias_correction": True, "beta2": 0.9}),
+    ("dp-fedadam-scaled", {"clip": 0.1, "w": 0.9, "tail": 0.5}),
     ("dp-fedyogi", {"tau": 0.1, "tail": 1.0, "beta1": 0.0}),
 ]
 

@@ -106,6 +106,7 @@ MASKED = [
     ("dp-fedfc", {}),
     ("dp-boost", {}),
     ("dp-disk", {"optimizer": "adam"}),
+    ("dp-fedadam-scaled", {"w": 0.9}),
     ("dp-fedgd", {"quantile": 0.5}),
     ("dp-fedgd", {"batch": "poisson:8"}),
     ("dp-adadps", {}),

@@ -158,6 +158,13 @@ def test_the_fine_grids_are_as_large_as_the_paper_s():
     assert paper | {"dp-adafedprox": 240, "dp-fedsofim": 120, "dp-ftrl": 6 + 5} == sizes
 
 
+def test_a_method_that_no_paper_has_tuned_has_a_grid_of_its_own():
+    grid = grids.preset("paper-fine", "dp-fedadam-scaled")
+    assert grid == grids.preset("paper-coarse", "dp-fedadam-scaled") == grids.OWN["dp-fedadam-scaled"]
+    assert set(grid) == {"lr", "w", "tau"}
+    assert set(grids.preset("steps", "dp-fedadam-scaled")) == {"lr"}
+
+
 def test_dp_fedsofim_has_the_parts_of_its_paper_at_small_budgets():
     small, one, large = (grids.preset("paper-fine", "dp-fedsofim", epsilon) for epsilon in (0.5, 1.0, 5.0))
     assert small["bias_correction"] == one["bias_correction"] == (False, True)
@@ -178,6 +185,7 @@ def test_dp_fedsofim_has_the_parts_of_its_paper_at_small_budgets():
         ("beta", (0.8, 0.95), 0.95, 0.975),
         ("beta", (0.8, 0.95), 0.8, 0.6),
         ("beta1", (0.0, 0.9), 0.0, None),
+        ("w", (0.5, 0.9), 0.9, 0.95),
         ("tau", (0.0, 0.1), 0.0, None),
         ("steps", (1, 10), 10, 20),
         ("steps", (1, 20), 20, None),

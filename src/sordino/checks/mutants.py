@@ -112,6 +112,18 @@ def clips_each_gradient(method: Method, model: Any) -> tuple[Method, Any]:
     return method, Through(model, ("clipped_sum",), total)
 
 
+def clips_before_the_scale(method: Method, model: Any) -> tuple[Method, Any]:
+    """A gradient is clipped first and multiplied by the scale of its entries afterwards, which may lengthen it."""
+
+    def total(
+        name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, *scale: Tensor, **how: Any
+    ) -> Tensor:
+        clipped = inner(theta, shard, clip, **how)
+        return clipped * scale[0].double() if scale else clipped
+
+    return method, Through(model, ("clipped_sum",), total)
+
+
 def clips_every_layer_to_the_clip(method: Method, model: Any) -> tuple[Method, Any]:
     """Every layer has the whole clip as its bound, so that the squares of L bounds add up to L clip^2."""
     layers = len(model.layers)
@@ -366,6 +378,7 @@ MUTANTS: dict[str, tuple[Callable[[Method, Any], tuple[Method, Any]], ...]] = {
         counted_twice,
         weighted_by_a_feature,
         clips_each_gradient,
+        clips_before_the_scale,
     ),
     "apart": (clips_all_shorter_if_one_is_long,),
     "asks": (asks_once_more, declares_a_call_less, asks_one_minibatch_again),
@@ -439,10 +452,30 @@ def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
     Returns:
       The numbers of these stages.
     """
-    asks_gradients = any(query.kind is Kind.GRADIENT for stage in method.stages for query in stage.queries)
-    if not asks_gradients or not serves(model, "blends"):
+    if not serves(model, "blends"):
         return set()
-    running, blended = [0], set[int]()
+    return _stages_where(lambda *scale, **how: how.get("blend") is not None, method, model, seed)
+
+
+def scaled_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
+    """The stages that lengthen entries of gradients before the clip, as a short run of the method shows.
+
+    Args:
+      method: the method, which keeps the contract `asks` on this model.
+      model: the model on which it runs.
+      seed: seed of records and noise.
+
+    Returns:
+      The numbers of these stages.
+    """
+    return _stages_where(lambda *scale, **how: bool(scale) and bool((scale[0] > 1.01).any()), method, model, seed)
+
+
+def _stages_where(asked: Callable[..., bool], method: Method, model: Any, seed: int) -> set[int]:
+    """The stages with a sum of gradients for which `asked` is true of what the sum takes beside the clip."""
+    if not any(query.kind is Kind.GRADIENT for stage in method.stages for query in stage.queries):
+        return set()
+    running, noticed = [0], set[int]()
 
     def watched(s: int, stage: Stage) -> Stage:
         def compute(*args: Any) -> Tree:
@@ -452,28 +485,35 @@ def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
 
         return stage._replace(local=stage.local._replace(compute=compute))
 
-    def total(name: str, inner: Callable[..., Tensor], *args: Any, **how: Any) -> Tensor:
-        if how.get("blend") is not None:  # as the engines hand it on, however the rule asked for it
-            blended.add(running[0])
-        return inner(*args, **how)
+    def total(
+        name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, *scale: Tensor, **how: Any
+    ) -> Tensor:
+        if asked(*scale, **how):  # as the engines hand it on, however the rule asked for it
+            noticed.add(running[0])
+        return inner(theta, shard, clip, *scale, **how)
 
     watching = method._replace(stages=tuple(watched(s, stage) for s, stage in enumerate(method.stages)))
     records = Space.of(model).records(np.random.default_rng(seed), method.unit)
     list(reference.run(short_plan(watching), Through(model, ("clipped_sum",), total), records, Seeded(seed)))
-    return blended
+    return noticed
 
 
-def concerns(mutant: Callable[..., Any], query: str, blended: Collection[int] = ()) -> bool:
+def concerns(
+    mutant: Callable[..., Any], query: str, blended: Collection[int] = (), scaled: Collection[int] = ()
+) -> bool:
     """Whether a mutant of sensitivity changes the answers to a query.
 
     Args:
       mutant: the mutant.
       query: the stage, the number and the kind of the query, as reports have them.
       blended: the stages whose terms are sums of two gradients.
+      scaled: the stages that lengthen entries of gradients before the clip.
     """
     stage, kind = int(query.split(".")[0]), query.split()[-1]
     if mutant is clips_each_gradient:
         return stage in blended and kind in (Kind.GRADIENT, Kind.DELTA)
+    if mutant is clips_before_the_scale:
+        return stage in scaled and kind == Kind.GRADIENT
     if mutant is allows_a_clip_per_record:  # the mean of a person's vectors in a tally is short before it is clipped
         return kind != Kind.TALLY
     return mutant in (half_claimed, clips_records_not_persons) or (mutant in OF_TALLIES) == (kind in list(SHORT))

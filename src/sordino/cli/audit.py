@@ -53,6 +53,7 @@ AUDIT_DTYPES = ("float32", "float64")
 CALIBRATE, CALIBRATION_SHARE, CALIBRATION_CLIP = "calibrate", 0.25, 0.05
 INTEGERS = "integers"  # discrete noise under secure aggregation
 ADAPTIVE = ("dp-fedgd quantile=0.5", {"quantile": 0.5})  # an adaptive clip, which --all adds
+CLIPPINGS = ("per-layer", "automatic")  # laws of clipping of networks, which --all adds
 # Forms for networks that --all adds, at record level: options and minibatches, by method.
 NETWORKS: dict[str, tuple[dict[str, Any], str]] = {
     "auto": ({"network": True, "minibatches": 5}, "poisson:4"),
@@ -348,6 +349,8 @@ def _jobs(arguments: argparse.Namespace) -> Iterator[partial[Any]]:
         if arguments.all and not arguments.one_run and not arguments.batch:
             if name == SAMPLED:
                 yield from _adaptive_jobs(arguments, rest)
+                yield from _clipping_jobs(arguments, rest)
+                yield from _adapter_jobs(arguments, rest)
             if name in NETWORKS:
                 yield from _network_jobs(arguments, name, rest)
 
@@ -376,6 +379,31 @@ def _adaptive_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Itera
     for privacy, _ in _targets(arguments, SAMPLED):
         if privacy.unit is not Unit.CLIENT:
             yield partial(attacks.audit, label, privacy, method=build(SAMPLED, privacy.unit, **options), **rest)
+
+
+def _clipping_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of DP-FedGD on a network with other laws of clipping, of records and against an untrusted server."""
+    from sordino.checks.audit import attacks
+    from sordino.core import Clipping
+    from sordino.methods.clipping import with_clipping
+    from sordino.privacy.participation import FULL
+
+    for law in CLIPPINGS:
+        for privacy, method in _targets(arguments, SAMPLED):
+            if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
+                method, label = with_clipping(method, Clipping.parse(law)), f"{SAMPLED} clipping={law}"
+                yield partial(attacks.audit, label, privacy, method=method, **rest | {"batch": FULL})
+
+
+def _adapter_jobs(arguments: argparse.Namespace, rest: dict[str, Any]) -> Iterator[partial[Any]]:
+    """Audits of DP-FedGD on low-rank adapters, of records and against an untrusted server."""
+    from sordino.checks.audit import adapters
+    from sordino.models.pretrained import LORA_VARIANTS
+
+    for variant in LORA_VARIANTS:
+        for privacy, _ in _targets(arguments, SAMPLED):
+            if privacy.unit is Unit.RECORD and privacy.trust is Trust.UNTRUSTED_SERVER:
+                yield partial(adapters.audit, variant, privacy, **rest)
 
 
 def _network_jobs(arguments: argparse.Namespace, name: str, rest: dict[str, Any]) -> Iterator[partial[Any]]:

@@ -30,6 +30,7 @@ from sordino.methods.one_round import class_means, statistics
 from sordino.methods.prox import adafedprox
 from sordino.methods.sam import fedsam
 from sordino.methods.scaffold import scaffold
+from sordino.methods.scaled import fedadam_scaled
 from sordino.methods.sofim import sofim
 
 _signature = functools.cache(inspect.signature)
@@ -140,6 +141,13 @@ REGISTRY: dict[str, MethodEntry] = {
         "Tang et al. 2024 (arXiv 2312.14334)",
         batch=MOMENTS[:3],
         bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 floor decay tail"),
+    ),
+    "dp-fedadam-scaled": MethodEntry(
+        fedadam_scaled,
+        "adaptive server",
+        "Ganesh et al. 2025 (arXiv 2507.01129)",
+        batch=MOMENTS,
+        bounds=declare(clips="clip", step_sizes="lr", weights="beta1 beta2 tau w tail"),
     ),
     "dp-disk": MethodEntry(
         disk,

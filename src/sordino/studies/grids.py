@@ -1,4 +1,4 @@
-"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for other methods.
+"""Settings to try: the coarse and fine grids of the papers, and a default grid of five step sizes for most others.
 
 The preset `steps` is the default grid for all methods: few settings, which a search within the budget can afford.
 The grids are table 2 of the DP-FedSOFIM paper, under the names of this library. The table does not state the local step
@@ -90,13 +90,18 @@ FINE: dict[str, Grid] = {
 }
 
 PRESETS: dict[str, dict[str, Grid]] = {"paper-coarse": COARSE, "paper-fine": FINE, "steps": {}}
-STATISTICS: dict[str, Grid] = {  # of dp-statistics, which no paper tunes here
-    "paper-coarse": {"ridge": (0.01, 0.1, 1.0, 10.0, 100.0)},
-    "paper-fine": {
-        "share": (0.05, 0.2, 0.5),
-        "ridge": (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+SCALED: Grid = {"lr": (0.01, 0.03, 0.1, 0.3, 1.0), "w": (0.5, 0.9), "tau": (1e-3, 0.01)}
+RIDGES: Grid = {"ridge": (0.01, 0.1, 1.0, 10.0, 100.0)}
+OWN: dict[str, dict[str, Grid]] = {  # of methods that no paper tunes here, by preset
+    "dp-fedadam-scaled": {"paper-coarse": SCALED, "paper-fine": SCALED},
+    "dp-statistics": {
+        "paper-coarse": RIDGES,
+        "paper-fine": {
+            "share": (0.05, 0.2, 0.5),
+            "ridge": (1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0),
+        },
+        "steps": RIDGES,
     },
-    "steps": {"ridge": (0.01, 0.1, 1.0, 10.0, 100.0)},
 }
 UNTUNED = ("auto", "dp-class-means")  # settings follow from public facts, or do not change which class is predicted
 SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a paper adds up to an epsilon
@@ -105,12 +110,12 @@ SMALL_BUDGETS: dict[str, tuple[tuple[float, Grid], ...]] = {  # parts that a pap
         (0.5, {"ema_rounds": (0, 20), "warm_start": (0, 20)}),  # the two readings of its warm-up of 20 rounds
     ),
 }
-MEMORIES = ("beta", "beta1", "beta2", "share")  # decays and parts in [0, 1)
+MEMORIES = ("beta", "beta1", "beta2", "share", "w")  # decays and parts in [0, 1)
 MOST_COUNT = {"steps": 20}  # no grid of the papers has more; other counts are never extended
 
 
 def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
-    """A method's grid: that of the papers, or else multiples of its default step size.
+    """A method's grid: that of the papers, one of its own (`OWN`), or else multiples of its default step size.
 
     Args:
         name: Which grid, of `PRESETS`.
@@ -132,8 +137,8 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
     check_known("preset", name, PRESETS)
     if method in UNTUNED:
         return {}
-    if method == "dp-statistics":
-        return dict(STATISTICS[name])
+    if name in OWN.get(method, {}):
+        return dict(OWN[method][name])
     if method in PRESETS[name]:
         grid = dict(PRESETS[name][method])
         for most, parts in SMALL_BUDGETS.get(method, ()):

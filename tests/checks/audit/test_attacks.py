@@ -13,9 +13,10 @@ from sordino.checks.audit.attacks import AUDITED_MODEL, attacks, audit, audited_
 from sordino.checks.audit.observer import ObservedRelease, Watch, watched
 from sordino.checks.mutants import half_claimed
 from sordino.cli import main
-from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
+from sordino.core import Adjacency, Clipping, Correlated, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import build
+from sordino.methods.clipping import with_clipping
 from sordino.models.torch_model import TorchModel
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.random import Seeded
@@ -503,6 +504,15 @@ def test_the_command_with_minibatches(capsys):
     assert "leave out --batch" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("law", ["per-layer", "automatic"])
+def test_half_the_noise_is_found_under_other_laws_of_clipping(law):
+    method = with_clipping(build("dp-fedgd"), Clipping.parse(law))
+    honest = audit(law, Privacy(1.0, 1e-5), runs=FEW // 2, rounds=1, seed=3, method=method)
+    assert honest.reach > 0.999, "the canary reaches the clip"
+    assert not honest.broken
+    assert audit(law, Privacy(1.0, 1e-5), runs=FEW // 2, rounds=1, seed=3, method=method, noise_factor=0.4).broken
+
+
 def test_all_includes_minibatches_where_they_are_certified():
     from sordino.cli import audit as command
 
@@ -529,6 +539,12 @@ def test_all_includes_minibatches_where_they_are_certified():
     ]
     fisher = [job for job in jobs() if job[0] == "dp-fednew curvature=fisher"]
     assert fisher == [(fisher[0][0], "record", adjacency, "full") for adjacency in ("add-remove", "replace-one")]
+    clipped = [job for job in jobs() if "clipping" in job[0]]
+    assert clipped == [
+        (f"dp-fedgd clipping={law}", "record", adjacency, "full")
+        for law in ("per-layer", "automatic")
+        for adjacency in ("add-remove", "replace-one")
+    ]
     names = {job[0] for job in jobs("--batch", "fixed:4")}
     assert {"dp-fedgd", "dp-fedavg", "fedhybrid"} <= names
     assert not names & {"dp-fednew", "dp-ftrl", "dp-fedsam"}

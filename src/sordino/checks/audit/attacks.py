@@ -228,6 +228,7 @@ def audit(
     noise_factor: float = 1.0,
     seed: int | None = None,
     method: Method | None = None,
+    model: TorchModel | None = None,
     batch: str = FULL,
     dtype: torch.dtype = torch.float32,
     tick: Callable[[int], None] = lambda runs: None,
@@ -246,6 +247,7 @@ def audit(
       noise_factor: multiplies the noise without telling the certificate; below 1 the attack should win.
       seed: makes the noise reproducible. Without it, noise is secret and fresh.
       method: the method to attack; by default the registered one.
+      model: the network on which it runs; by default the `audited_model` of the method.
       batch: minibatches, as in a run (`poisson:4`, `fixed:4`). The victim holds twice as many records.
       dtype: of the runs.
       tick: called with the number of runs that finished.
@@ -259,7 +261,7 @@ def audit(
     plan = plan_for(name, privacy, rounds=rounds, method=method, batch=batch)
     check_arguments("runs", RUNS if runs is None else runs, noise_factor, seed)
     sources = sources_of(seed, plan)
-    attack, information, least = _best(plan, audited_model(plan.method), sources, dtype)
+    attack, information, least = _best(plan, model or audited_model(plan.method), sources, dtype)
     reach = math.sqrt(information) / spending.mu(plan)
     if runs is None:
         runs = default_runs(plan) * (MORE_RUNS if reach < FAR_REACH else 1)
@@ -489,18 +491,26 @@ def audited_network() -> TorchModel:
     The gradient of a record is its residual times a vector that both neighbours know. So a mirrored label mirrors it,
     and a large label makes it far longer than its clip, whatever the noise makes of the model.
     """
-    module = torch.nn.Sequential(
-        torch.nn.Linear(3, 2, bias=False), torch.nn.LeakyReLU(), torch.nn.Linear(2, 1, bias=False)
-    )
-    first, last = module.parameters()
+    first, last = audited_layers()
+    return on_numbers(torch.nn.Sequential(first, torch.nn.LeakyReLU(), last))
+
+
+def audited_layers() -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    """The first and the last layer of `audited_network`."""
+    first, last = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(2, 1, bias=False)
     with torch.no_grad():
-        first.copy_(FIRST_LAYER * torch.eye(2, 3))
-        last.fill_(LAST_LAYER)
+        first.weight.copy_(FIRST_LAYER * torch.eye(2, 3))
+        last.weight.fill_(LAST_LAYER)
+    return first, last
+
+
+def on_numbers(module: torch.nn.Module) -> TorchModel:
+    """A network for records of three features and a number, under half the squared error."""
 
     def squares(z: Tensor, y: Tensor) -> Tensor:
         return (z[:, 0] - y).square() / 2
 
-    return TorchModel(module, loss=squares, labels="numbers", chunk=NETWORK_CHUNK)
+    return TorchModel(module, loss=squares, labels="numbers", chunk=NETWORK_CHUNK, shape=(3,))
 
 
 def unattacked(method: Method, sampling: Sampling) -> str:
