@@ -148,7 +148,7 @@ def test_gradients_of_public_records_are_averaged(records):
     for this_round in simulate.run(plan_for(method, records), MODEL, records, Seeded(0)):
         v = 0.7 * v + 0.3 * squares(this_round.model)
         torch.testing.assert_close(this_round.checkpoint.state[1], v)
-    said = method.stages[0].rule.broadcast(v)
+    said = method.stages[0].rule.broadcast(this_round.checkpoint.state)
     torch.testing.assert_close(said, v.sqrt() + 0.2)
 
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Shard, Stag
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
-from sordino.methods.local import LocalSteps, first_factor
+from sordino.methods.local import LocalSteps, paced, unpaced
 from sordino.rules import chain
 from sordino.rules.basic import check_decay, moving
 
@@ -133,11 +133,12 @@ def adadps(
     queries, proves = local_steps(unit, clip, steps, noise_at)
     walk, one = LocalSteps(steps, local_lr, schedule, decay), sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast[tuple[Tree, ...]], memory: Tree, cache: Tree) -> Tensor:
-        scale = None if side is None else 1 / cast(Tensor, broadcast.extras[1])
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        A, factor = unpaced(broadcast.extras)
+        scale = None if side is None else 1 / A
         if one:
             return ask.gradient(broadcast.theta, scale=scale)
-        return walk.update(broadcast.theta, first_factor(broadcast.extras), lambda y: ask.gradient(y, scale=scale))
+        return walk.update(broadcast.theta, factor, lambda y: ask.gradient(y, scale=scale))
 
     def update(step: Tensor, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         if side is not None and side.model is not None and isinstance(v, Tensor):
@@ -150,7 +151,8 @@ def adadps(
     def divisor(v: Tree) -> Tree:
         return v.sqrt() + eps if isinstance(v, Tensor) else ()
 
-    rule, assumes = chain(walk.rule(one, lr), Rule(init, update, divisor)), tuple[str, ...]()
+    rule, assumes = chain(walk.rule(one, lr), Rule(init, update)), tuple[str, ...]()
+    rule = rule._replace(broadcast=lambda states: paced(divisor(states[1]), () if one else states[0].factor))
     if side is not None:
         assumes = ("The side information that gradients are divided by is public.",)
     return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT, assumes)

@@ -12,7 +12,7 @@ from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage
 from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
-from sordino.methods.local import LocalSteps, first_factor
+from sordino.methods.local import LocalSteps
 from sordino.rules import average, chain, scale, smooth
 from sordino.rules.basic import check_above_zero
 
@@ -48,10 +48,11 @@ def local_sgd(name: str, unit: Unit, clip: float, steps: LocalSteps, noise_at: s
     queries, proves = local_steps(unit, clip, steps.count, noise_at)
     one = sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast[tuple[Tree, ...]], memory: Tree, cache: Tree) -> Tensor:
-        return steps.update(broadcast.theta, first_factor(broadcast.extras), ask.gradient)
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        return steps.update(broadcast.theta, broadcast.extras, ask.gradient)
 
     rule = chain(steps.rule(one), *rules)
+    rule = rule if one else rule._replace(broadcast=lambda states: states[0].factor)
     return Method(name, unit, (Stage(Local(gradient if one else compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sordino.core import Facts, Rule, Tree
 from sordino.errors import SordinoError
@@ -106,7 +106,7 @@ class LocalSteps:
         return u + lr * self.drift(theta, factor, pull) if self.decay else u
 
     def rule(self, gradient: bool, lr: float | Tensor = 1.0) -> Rule:
-        """The first rule of a server: it turns the mean of messages into lr mean(y - theta), and broadcasts the factor.
+        """The first rule of a server: it turns the mean of messages into lr mean(y - theta).
 
         Args:
           gradient: messages are gradients at theta, of one step.
@@ -122,12 +122,24 @@ class LocalSteps:
         def update(message: Tensor, pace: Pace, theta: Tensor, t: int) -> tuple[Tensor, Pace]:
             return self.received(message, theta, pace.factor, lr=lr, gradient=gradient), self.following(pace, t)
 
-        return Rule(init, update, broadcast=lambda pace: () if gradient else pace.factor)
+        return Rule(init, update)
 
 
-def first_factor(extras: tuple[Tree, ...]) -> Tree:
-    """The factor that `LocalSteps.rule` broadcasts as the first of a chain; () if nothing is broadcast."""
-    return extras[0] if extras else ()
+class PacedExtras(NamedTuple):
+    """What a server with a schedule sends beside theta."""
+
+    own: Tree  # of the method
+    factor: Tensor  # of the step size in this round
+
+
+def paced(own: Tree, factor: Tree) -> Tree:
+    """A method's extras, and the factor if there is a schedule."""
+    return PacedExtras(own, factor) if isinstance(factor, Tensor) else own
+
+
+def unpaced(extras: Tree) -> tuple[Any, Tree]:
+    """A method's extras, and the factor; () if there is no schedule."""
+    return extras if isinstance(extras, PacedExtras) else (extras, ())
 
 
 def _number(factor: Tree) -> float | Tensor:

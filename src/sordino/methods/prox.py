@@ -12,7 +12,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
-from sordino.methods.local import LocalSteps, Pace
+from sordino.methods.local import LocalSteps, Pace, paced, unpaced
 
 RATE = 0.1  # by which mu changes per round
 MAX_FACTOR = 10.0  # mu stays within this factor of its start
@@ -24,13 +24,6 @@ class ProxState(NamedTuple):
     pull: Tensor  # mu
     last_update: Tensor  # the mean update of the round before
     pace: Pace
-
-
-class ProxExtras(NamedTuple):
-    """What the server sends beside theta."""
-
-    pull: Tensor
-    factor: Tree  # of the step size in this round; () if it is constant
 
 
 def adafedprox(
@@ -88,8 +81,8 @@ def adafedprox(
     queries, proves = local_steps(unit, clip, steps, noise_at)
     walk, one = LocalSteps(steps, local_lr, schedule, decay), sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast[ProxExtras], memory: Tree, cache: Tree) -> Tensor:
-        theta, (pull, factor) = broadcast
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        theta, (pull, factor) = broadcast.theta, unpaced(broadcast.extras)
         if one:  # the pull is zero at theta
             return ask.gradient(theta)
         return walk.update(theta, factor, lambda y: ask.gradient(y) + pull * (y - theta), pull)
@@ -104,5 +97,5 @@ def adafedprox(
         pull = (state.pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / MAX_FACTOR, mu * MAX_FACTOR)
         return lr * u, ProxState(pull, u, walk.following(state.pace, t))
 
-    rule = Rule(init, update, broadcast=lambda state: ProxExtras(state.pull, state.pace.factor))
+    rule = Rule(init, update, broadcast=lambda state: paced(state.pull, () if one else state.pace.factor))
     return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)

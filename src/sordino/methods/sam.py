@@ -14,7 +14,7 @@ from sordino.core import Ask, Broadcast, Local, Method, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps
-from sordino.methods.local import LocalSteps, first_factor
+from sordino.methods.local import LocalSteps
 from sordino.rules import chain, scale
 
 MIN_GRADIENT_NORM = 1e-12  # smallest divisor of the ascent
@@ -74,7 +74,7 @@ def fedsam(
     queries, proves = local_steps(unit, clip, steps, noise_at, joint=2 if rho else 1)
     walk = LocalSteps(steps, local_lr, schedule, decay)
 
-    def compute(ask: Ask, broadcast: Broadcast[tuple[Tree, ...]], memory: Tree, cache: Tree) -> Tensor:
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
         def direction(y: Tensor) -> Tensor:
             batch = ask.sample()
             if not rho:
@@ -83,7 +83,7 @@ def fedsam(
             ascent = rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_GRADIENT_NORM)
             return ask.gradient(y + ascent, on=batch)
 
-        return walk.update(broadcast.theta, first_factor(broadcast.extras), direction)
+        return walk.update(broadcast.theta, broadcast.extras, direction)
 
-    rule = chain(walk.rule(gradient=False), scale(lr))
+    rule = chain(walk.rule(gradient=False), scale(lr))._replace(broadcast=lambda states: states[0].factor)
     return Method("dp-fedsam", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)

@@ -14,7 +14,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 from sordino.methods.fedgd import gradient
-from sordino.methods.local import LocalSteps, Pace
+from sordino.methods.local import LocalSteps, Pace, paced, unpaced
 
 CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state, so nothing is proved about sums of messages."
 
@@ -25,13 +25,6 @@ class ControlState(NamedTuple):
     control: Tensor  # c, the mean of all c_i
     rate: Tensor  # expected part of the clients in a round
     pace: Pace
-
-
-class ControlExtras(NamedTuple):
-    """What the server sends beside theta."""
-
-    control: Tensor
-    factor: Tree  # of the step size in this round; () if it is constant
 
 
 def zero_control(theta: Tensor, before: Tree) -> Tensor:
@@ -94,15 +87,17 @@ def scaffold(
 
     walk = LocalSteps(steps, local_lr, schedule, decay)
 
-    def compute(ask: Ask, broadcast: Broadcast[ControlExtras], c_i: Tensor, cache: Tree) -> Tensor:
-        c, factor = broadcast.extras
+    def compute(ask: Ask, broadcast: Broadcast[Tree], c_i: Tensor, cache: Tree) -> Tensor:
+        c, factor = unpaced(broadcast.extras)
         return -walk.update(broadcast.theta, factor, lambda y: ask.gradient(y) - c_i + c)
 
     def direction(zeta: Tensor, factor: Tree) -> Tensor:  # the mean of g - c_i + c; zeta is in units of the factor
         return zeta / (walk.total(factor) * local_lr)
 
-    def update_memory(zeta: Tensor, broadcast: Broadcast[ControlExtras], c_i: Tensor) -> Tensor:
-        return c_i - broadcast.extras.control + direction(zeta, broadcast.extras.factor)
+    def update_memory(zeta: Tensor, broadcast: Broadcast[Tree], c_i: Tensor) -> Tensor:
+        c, factor = unpaced(broadcast.extras)
+        changed: Tensor = c_i - c + direction(zeta, factor)
+        return changed
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> ControlState:
         control = carried(theta, before) if warm_start else torch.zeros_like(theta)
@@ -115,9 +110,7 @@ def scaffold(
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
     local = Local(compute, update_memory, carried if warm_start else zero_control)
-    main = Stage(
-        local, Rule(init, update, broadcast=lambda state: ControlExtras(state.control, state.pace.factor)), queries
-    )
+    main = Stage(local, Rule(init, update, broadcast=lambda state: paced(state.control, state.pace.factor)), queries)
     stages = (warm(unit, clip), main) if warm_start else (main,)
     return Method("dp-scaffold", unit, stages, frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CONTROL_VARIATES_CAVEAT)
 
