@@ -53,8 +53,9 @@ READING = (
     "step of DP-SCAFFOLD was better than the step of DP-FedAvg by 0.15 points.) At σ = 1.5 the AdamW methods and",
     "DP-FedSAM lead by one to two and a half points, but DP-FedSAM has a larger ε because it pays for two gradients",
     "per step. At σ = 2 DP-FedSAM is last, with one seed far below the others, and the AdamW methods lead the other",
-    "three by half a point to two points. Only the AdamW methods shorten their steps over the rounds (cosine); how",
-    "much of the lead this explains was not measured. DP-FedAdamW is not better than DP-LocalAdamW: 0.3 points",
+    "three by half a point to two points. Only the AdamW methods shortened their steps over the rounds (cosine),",
+    "which all local methods can do now (`schedule`); how much of the lead this explains was not measured. On",
+    "digits [the cosine does not help](schedules.md). DP-FedAdamW is not better than DP-LocalAdamW: 0.3 points",
     "ahead at σ = 0.5, equal at 1 and 1.5, 0.8 behind at 2. The order of the paper is not confirmed.",
 )
 CHOICE = (

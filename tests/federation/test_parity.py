@@ -42,6 +42,7 @@ def found_or_refused(place, words):
 CASES = [
     ("dp-fedsofim", "untrusted-server", {}),
     ("dp-scaffold", "untrusted-server", {}),
+    ("dp-scaffold", "untrusted-server", {"steps": 2, "schedule": "cosine", "decay": 0.1}),
     ("dp-fednew-fc", "untrusted-server", {}),
     ("fednewton", "untrusted-server", {"rounds": 6}),
     ("dp-fedsofim", "secure-aggregation", {}),

@@ -147,8 +147,8 @@ def test_gradients_of_public_records_are_averaged(records):
     v = squares(torch.zeros(12, dtype=torch.float64))
     for this_round in simulate.run(plan_for(method, records), MODEL, records, Seeded(0)):
         v = 0.7 * v + 0.3 * squares(this_round.model)
-        torch.testing.assert_close(this_round.checkpoint[1], v)
-    said = method.stages[0].rule.broadcast(v)
+        torch.testing.assert_close(this_round.checkpoint.state[1], v)
+    said = method.stages[0].rule.broadcast(this_round.checkpoint.state)
     torch.testing.assert_close(said, v.sqrt() + 0.2)
 
 

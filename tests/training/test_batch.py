@@ -63,6 +63,13 @@ def test_runs_side_by_side_are_the_runs_one_by_one(name, digits):
     assert len(moved) == len(specs)  # a batch that ignored what differs would repeat itself
 
 
+@pytest.mark.parametrize("name", [name for name in REGISTRY if REGISTRY[name].options.get("schedule") == "constant"])
+def test_schedules_and_decay_are_the_same_in_a_batch(name, digits):
+    for steps, unit in itertools.product((1, 2), REGISTRY[name].units):
+        base = {"method": name, "steps": steps, "unit": unit, "schedule": "cosine", "decay": 0.1}
+        alike([spec(**base, seed=5, local_lr=local_lr) for local_lr in (0.3, 0.6)], digits)
+
+
 def test_what_does_not_fit_splits_the_batch(digits):
     specs = [spec(method="dp-fedgd", seed=1, clip=c, epsilon=e) for c, e in itertools.product((0.5, 1.0), (2.0, 4.0))]
     specs += [spec(method="dp-fedgd", seed=1, epsilon=float("inf")), spec(method="dp-fedavg", seed=2, steps=2)]

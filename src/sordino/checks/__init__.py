@@ -57,6 +57,9 @@ NETWORK_OPTIONS: tuple[tuple[dict[str, Any], tuple[Unit, ...]], ...] = (
     ({"network": True, "minibatches": 2}, (Unit.RECORD, Unit.PERSON)),
     ({"curvature": "fisher"}, (Unit.RECORD, Unit.CLIENT)),
 )
+# Of methods with local steps whose defaults have neither: at every level they change the message of two steps, and for
+# one step at record level the server's rule alone.
+OF_SCHEDULES: dict[str, Any] = {"schedule": "cosine", "decay": 0.1}
 CHECKED_TREES = (Trees(3, 3, trees=2, depth=2), Trees(3, 1, Loss.SQUARES, trees=3, depth=2, columns=2))
 
 
@@ -89,12 +92,24 @@ def check(
         )
     return [
         report
-        for subject in (subjects(name) if method is None else [method])
+        for form, subject in (_named(subjects(name)) + scheduled(name) if method is None else _named([method]))
         for checked in (_checked, _with_minibatches)
-        for report in checked(
-            f"{name} {network_form(subject)[0]}".rstrip(), subject, models or models_of(subject), trials, seed
-        )
+        for report in checked(f"{name} {form}".rstrip(), subject, models or models_of(subject), trials, seed)
     ]
+
+
+def _named(methods: Sequence[Method]) -> list[tuple[str, Method]]:
+    """Methods with what makes them ones for networks, in words."""
+    return [(network_form(method)[0], method) for method in methods]
+
+
+def scheduled(name: str) -> list[tuple[str, Method]]:
+    """A registered method with a schedule and weight decay, and words for it; none if its defaults have them."""
+    known = entry(name)
+    if known.options.get("schedule") != "constant":
+        return []
+    steps = [(1, Unit.RECORD), *((2, unit) for unit in known.units)]
+    return [(f"cosine, decay, K = {k}", known.at(unit, steps=k, **OF_SCHEDULES)) for k, unit in steps]
 
 
 def subjects(name: str) -> list[Method]:

@@ -160,28 +160,40 @@ REGISTRY: dict[str, MethodEntry] = {
         "local steps",
         "McMahan et al. 2017 (arXiv 1602.05629), under DP",
         batch=STEP_OPTIONS,
-        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="tail", choices="noise_at"),
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr local_lr", weights="tail decay", choices="schedule noise_at"
+        ),
     ),
     "dp-fedavg-ls": MethodEntry(
         fedavg_ls,
         "local steps, smoothing",
         "Liang et al. 2020 (arXiv 2005.00218)",
         batch=STEP_OPTIONS,
-        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="strength", choices="noise_at"),
+        bounds=declare(
+            clips="clip",
+            counts="steps",
+            step_sizes="lr local_lr",
+            weights="strength decay",
+            choices="schedule noise_at",
+        ),
     ),
     "dp-adafedprox": MethodEntry(
         adafedprox,
         "local steps",
         "Li et al. 2020 (arXiv 1812.06127)",
         batch=(*STEP_OPTIONS, "mu"),
-        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="mu", choices="noise_at"),
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr local_lr", weights="mu decay", choices="schedule noise_at"
+        ),
     ),
     "dp-scaffold": MethodEntry(
         scaffold,
         "local steps, control variates",
         "Noble et al. 2022 (arXiv 2111.09278)",
         batch=STEP_OPTIONS,
-        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", choices="warm_start"),
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr local_lr", weights="decay", choices="schedule warm_start"
+        ),
     ),
     "dp-localadamw": MethodEntry(
         localadamw,
@@ -212,7 +224,9 @@ REGISTRY: dict[str, MethodEntry] = {
         "local steps, sharpness-aware",
         "Shi et al. 2023 (arXiv 2303.11242)",
         batch=STEP_OPTIONS,
-        bounds=declare(clips="clip", counts="steps", step_sizes="lr local_lr", weights="rho decay", choices="noise_at"),
+        bounds=declare(
+            clips="clip", counts="steps", step_sizes="lr local_lr", weights="rho decay", choices="schedule noise_at"
+        ),
     ),
     "dp-adadps": MethodEntry(
         adadps,
@@ -220,7 +234,11 @@ REGISTRY: dict[str, MethodEntry] = {
         "Li et al. 2022 (arXiv 2202.05963)",
         batch=STEP_OPTIONS,
         bounds=declare(
-            clips="clip", counts="steps", step_sizes="lr local_lr", weights="beta eps", choices="noise_at public"
+            clips="clip",
+            counts="steps",
+            step_sizes="lr local_lr",
+            weights="beta eps decay",
+            choices="schedule noise_at public",
         ),
     ),
     "dp-ftrl": MethodEntry(
@@ -298,7 +316,7 @@ REGISTRY: dict[str, MethodEntry] = {
         (Unit.RECORD,),
         2,
         batch=("local_lr",),
-        bounds=declare(clips="clip", counts="steps", step_sizes="local_lr"),
+        bounds=declare(clips="clip", counts="steps", step_sizes="local_lr", weights="decay", choices="schedule"),
     ),
     "fedhybrid": MethodEntry(
         fedhybrid,

@@ -17,6 +17,8 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Shard, Stag
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
+from sordino.methods.local import LocalSteps, paced, unpaced
+from sordino.rules import chain
 from sordino.rules.basic import check_decay, moving
 
 
@@ -71,12 +73,14 @@ def adadps(
     lr: float = 1.0,
     local_lr: float = 2.0,
     steps: int = 1,
+    decay: float = 0.0,
+    schedule: str = "constant",
     noise_at: str = "per-step",
     public: str | Public = "",
     beta: float = 0.9,
     eps: float = 0.1,
 ) -> Method:
-    """y <- y - local_lr clip(g / A), K times from theta; A = sqrt(v) + eps of public data. Without any, dp-fedavg.
+    """y <- y - local_lr (clip(g / A) + decay y), K times; A = sqrt(v) + eps of public data. Without any, dp-fedavg.
 
     Args:
         unit: Whose data are protected, one record or one whole client.
@@ -85,6 +89,8 @@ def adadps(
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
             At client level the update is always noised once.
         public: Public side information: an .npz with the features' second_moment, or mean and std or cov; or a
@@ -125,20 +131,19 @@ def adadps(
         )
     side = public if isinstance(public, Public) else Public.statistics(public) if public else None
     queries, proves = local_steps(unit, clip, steps, noise_at)
-    lr = -local_lr * lr if sends_gradient(queries) else lr
+    walk, one = LocalSteps(steps, local_lr, schedule, decay), sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        y, scale = broadcast.theta, None if side is None else 1 / broadcast.extras
-        if sends_gradient(queries):
-            return ask.gradient(y, scale=scale)
-        for _ in range(steps):
-            y = y - local_lr * ask.gradient(y, scale=scale)
-        return y - broadcast.theta
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        A, factor = unpaced(broadcast.extras)
+        scale = None if side is None else 1 / A
+        if one:
+            return ask.gradient(broadcast.theta, scale=scale)
+        return walk.update(broadcast.theta, factor, lambda y: ask.gradient(y, scale=scale))
 
-    def update(u: Tensor, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
+    def update(step: Tensor, v: Tree, theta: Tensor, t: int) -> tuple[Tensor, Tree]:
         if side is not None and side.model is not None and isinstance(v, Tensor):
-            v = moving(v, side.squares(theta + lr * u), beta)
-        return lr * u, v
+            v = moving(v, side.squares(theta + step), beta)
+        return step, v
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> Tree:
         return () if side is None else side.squares(theta, facts.shapes)
@@ -146,7 +151,8 @@ def adadps(
     def divisor(v: Tree) -> Tree:
         return v.sqrt() + eps if isinstance(v, Tensor) else ()
 
-    rule, assumes = Rule(init, update, divisor), tuple[str, ...]()
+    rule, assumes = chain(walk.rule(one, lr), Rule(init, update)), tuple[str, ...]()
+    rule = rule._replace(broadcast=lambda states: paced(divisor(states[1]), () if one else states[0].factor))
     if side is not None:
         assumes = ("The side information that gradients are divided by is public.",)
     return Method("dp-adadps", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT, assumes)

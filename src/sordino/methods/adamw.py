@@ -17,10 +17,10 @@ from sordino.methods.fedavg import local_steps
 from sordino.rules.adaptive import denoised
 from sordino.rules.basic import check_decay, moving
 from sordino.rules.blocks import block_means, count, expand
+from sordino.rules.schedule import check_schedule, descend, schedule_factor
 
 ADAMW_CAVEAT = "AdamW's steps are not linear in a client's noise: that sums of messages hide more is not proved."
 ADAMW_CHOICES = {
-    "schedule": ("cosine", "constant"),
     "aggregate": ("block", "none"),
     "align": ("additive", "convex", "none"),
 }
@@ -112,9 +112,10 @@ def fedadamw(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    for name, value in (("schedule", schedule), ("aggregate", aggregate), ("align", align)):
+    check_schedule(schedule, decay)
+    for name, value in (("aggregate", aggregate), ("align", align)):
         check_known(name, value, ADAMW_CHOICES[name])
-    for name, number, least in (("lr", lr, 1e-12), ("tau", tau, 0), ("decay", decay, 0), ("v_floor", v_floor, 0)):
+    for name, number, least in (("lr", lr, 1e-12), ("tau", tau, 0), ("v_floor", v_floor, 0)):
         if not least <= number < math.inf:
             raise SordinoError(f"{name}: {number} must be a finite number, {least:g} or more.")
     for name, part in (("beta1", beta1), ("beta2", beta2), ("gamma", gamma)):
@@ -122,7 +123,7 @@ def fedadamw(
     step_weight, pull_weight = {"additive": (1.0, gamma), "convex": (1 - gamma, gamma), "none": (1.0, 0.0)}[align]
 
     def eta(t: float, rounds: float) -> float:
-        return lr * (1 + math.cos(math.pi * t / rounds)) / 2 if schedule == "cosine" else lr
+        return lr * schedule_factor(schedule, t, rounds)
 
     def compute(ask: Ask, broadcast: Broadcast[AdamWExtras], memory: Tree, cache: Tree) -> AdamWMessage:
         (rate, pull, means, noise, J), y, blocks = broadcast.extras, broadcast.theta, ask.facts.blocks
@@ -133,7 +134,7 @@ def fedadamw(
             gathered = (1 - beta2 ** (J.double() + k)).to(v)
             second = denoised(v / gathered, b / gathered, v_floor or phi.clamp(max=1e-8)) if correct else v / gathered
             step = m / (1 - beta1**k) / (second.sqrt() + tau)
-            y = y - rate * (step_weight * step + pull_weight * pull + decay * y)
+            y = descend(y, step_weight * step + pull_weight * pull, rate, decay)
         if aggregate == "none":
             return AdamWMessage(y - broadcast.theta, (), ())
         return AdamWMessage(y - broadcast.theta, block_means(v, blocks) - means, b - noise)

@@ -12,6 +12,7 @@ from sordino.core import Ask, Broadcast, Kind, Local, Method, Query, Rule, Stage
 from sordino.errors import SordinoError, check_known
 from sordino.lazy import Tensor
 from sordino.methods.fedgd import gradient
+from sordino.methods.local import LocalSteps
 from sordino.rules import average, chain, scale, smooth
 from sordino.rules.basic import check_above_zero
 
@@ -42,20 +43,17 @@ def sends_gradient(queries: tuple[Query, ...]) -> bool:
     return len(queries) == 1 and queries[0].calls == 1
 
 
-def local_sgd(name: str, unit: Unit, clip: float, local_lr: float, steps: int, noise_at: str, *rules: Rule) -> Method:
+def local_sgd(name: str, unit: Unit, clip: float, steps: LocalSteps, noise_at: str, *rules: Rule) -> Method:
     """K local steps; `rules` turn the mean update into the server's step."""
-    queries, proves = local_steps(unit, clip, steps, noise_at)
-    if sends_gradient(queries):
-        local, rules = Local(gradient), (scale(-local_lr), *rules)
-        return Method(name, unit, (Stage(local, chain(*rules), queries),), proves, LOCAL_STEPS_CAVEAT)
+    queries, proves = local_steps(unit, clip, steps.count, noise_at)
+    one = sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        y = broadcast.theta
-        for _ in range(steps):
-            y = y - local_lr * ask.gradient(y)
-        return y - broadcast.theta
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        return steps.update(broadcast.theta, broadcast.extras, ask.gradient)
 
-    return Method(name, unit, (Stage(Local(compute), chain(*rules), queries),), proves, LOCAL_STEPS_CAVEAT)
+    rule = chain(steps.rule(one), *rules)
+    rule = rule if one else rule._replace(broadcast=lambda states: states[0].factor)
+    return Method(name, unit, (Stage(Local(gradient if one else compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)
 
 
 def fedavg(
@@ -65,10 +63,12 @@ def fedavg(
     lr: float = 1.0,
     local_lr: float = 2.0,
     steps: int = 1,
+    decay: float = 0.0,
+    schedule: str = "constant",
     noise_at: str = "per-step",
     tail: float = 0.0,
 ) -> Method:
-    """y <- y - local_lr g, K times from theta; theta <- theta + lr mean(y - theta).
+    """y <- y - local_lr (g + decay y), K times from theta; theta <- theta + lr mean(y - theta).
 
     Args:
         unit: Whose data are protected, one record or one whole client.
@@ -76,6 +76,8 @@ def fedavg(
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
             At client level the update is always noised once.
         tail: Part of the rounds, from the end, whose iterates are averaged into the model handed out; 0 for none.
@@ -104,7 +106,8 @@ def fedavg(
         2.0
     """
     last = [average(tail)] if tail else []
-    return local_sgd("dp-fedavg", unit, clip, local_lr, steps, noise_at, scale(lr), *last)
+    walk = LocalSteps(steps, local_lr, schedule, decay)
+    return local_sgd("dp-fedavg", unit, clip, walk, noise_at, scale(lr), *last)
 
 
 def fedavg_ls(
@@ -114,6 +117,8 @@ def fedavg_ls(
     lr: float = 1.0,
     local_lr: float = 2.0,
     steps: int = 1,
+    decay: float = 0.0,
+    schedule: str = "constant",
     noise_at: str = "per-step",
     strength: float = 1.0,
 ) -> Method:
@@ -125,6 +130,8 @@ def fedavg_ls(
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
             At client level the update is always noised once.
         strength: Strength of the smoothing; 0 is dp-fedavg.
@@ -152,4 +159,5 @@ def fedavg_ls(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    return local_sgd("dp-fedavg-ls", unit, clip, local_lr, steps, noise_at, smooth(strength), scale(lr))
+    walk = LocalSteps(steps, local_lr, schedule, decay)
+    return local_sgd("dp-fedavg-ls", unit, clip, walk, noise_at, smooth(strength), scale(lr))

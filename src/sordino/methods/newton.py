@@ -13,6 +13,7 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_sgd
 from sordino.methods.fedgd import gradient, server_gradient
+from sordino.methods.local import LocalSteps
 from sordino.rules import chain, scale
 from sordino.rules.matrix import floored_solve
 
@@ -51,8 +52,16 @@ def fedsgd(*, unit: Unit = Unit.RECORD, clip: float = 1.0, lr: float = 2.0, tail
     return server_gradient("fedsgd", unit, clip, lr, (), tail)
 
 
-def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float = 2.0, steps: int = 10) -> Method:
-    """y <- y - local_lr g, K times at each client; theta <- sum_i w_i y_i.
+def fedavg_gdp(
+    *,
+    unit: Unit = Unit.RECORD,
+    clip: float = 1.0,
+    local_lr: float = 2.0,
+    steps: int = 10,
+    decay: float = 0.0,
+    schedule: str = "constant",
+) -> Method:
+    """y <- y - local_lr (g + decay y), K times at each client; theta <- sum_i w_i y_i.
 
     Args:
         unit: Whose data are protected; only records.
@@ -60,6 +69,8 @@ def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float =
         local_lr: Step size of the local steps.
         steps: Local steps per round, K. Few rounds with many steps bias the estimate by about m^2 d^2 / N^2 in squared
             error.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
 
     Returns:
         The method.
@@ -82,14 +93,14 @@ def fedavg_gdp(*, unit: Unit = Unit.RECORD, clip: float = 1.0, local_lr: float =
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    return local_sgd("fedavg-gdp", unit, clip, local_lr, steps, "per-step", scale(1.0))
+    return local_sgd("fedavg-gdp", unit, clip, LocalSteps(steps, local_lr, schedule, decay), "per-step", scale(1.0))
 
 
 def local_round(clip: float, local_lr: float, steps: int, share: float) -> Stage:
     """One round of local steps, whose mean is where the next stage begins."""
     if not 0 < share < 1:
         raise SordinoError(f"local_share: {share} must lie in (0, 1), the part of mu squared spent on local steps.")
-    (stage,) = local_sgd("", Unit.RECORD, clip, local_lr, steps, "per-step", scale(1.0)).stages
+    (stage,) = local_sgd("", Unit.RECORD, clip, LocalSteps(steps, local_lr), "per-step", scale(1.0)).stages
     (query,) = stage.queries
     return stage._replace(queries=(Query(query.kind, query.clip, query.calls, share),), rounds=1)
 

@@ -12,6 +12,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps, sends_gradient
+from sordino.methods.local import LocalSteps, Pace, paced, unpaced
 
 RATE = 0.1  # by which mu changes per round
 MAX_FACTOR = 10.0  # mu stays within this factor of its start
@@ -22,6 +23,7 @@ class ProxState(NamedTuple):
 
     pull: Tensor  # mu
     last_update: Tensor  # the mean update of the round before
+    pace: Pace
 
 
 def adafedprox(
@@ -32,9 +34,11 @@ def adafedprox(
     local_lr: float = 2.0,
     mu: float = 0.1,
     steps: int = 1,
+    decay: float = 0.0,
+    schedule: str = "constant",
     noise_at: str = "per-step",
 ) -> Method:
-    """y <- y - local_lr (g + mu (y - theta)), K times; mu grows where successive updates disagree.
+    """y <- y - local_lr (g + mu (y - theta) + decay y), K times; mu grows where successive updates disagree.
 
     Args:
         unit: Whose data are protected, one record or one whole client.
@@ -43,6 +47,8 @@ def adafedprox(
         local_lr: Step size of the local steps.
         mu: Strength of the pull towards theta in the first round, above 0.
         steps: Local steps per round, K.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
             At client level the update is always noised once.
 
@@ -73,24 +79,23 @@ def adafedprox(
         raise SordinoError(f"mu: {mu} must be above 0; dp-fedavg has no pull.")
 
     queries, proves = local_steps(unit, clip, steps, noise_at)
-    one = sends_gradient(queries)
+    walk, one = LocalSteps(steps, local_lr, schedule, decay), sends_gradient(queries)
 
-    def compute(ask: Ask, broadcast: Broadcast[Tensor], memory: Tree, cache: Tree) -> Tensor:
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        theta, (pull, factor) = broadcast.theta, unpaced(broadcast.extras)
         if one:  # the pull is zero at theta
-            return ask.gradient(broadcast.theta)
-        y, pull = broadcast.theta, broadcast.extras
-        for _ in range(steps):
-            y = y - local_lr * (ask.gradient(y) + pull * (y - broadcast.theta))
-        return y - broadcast.theta
+            return ask.gradient(theta)
+        return walk.update(theta, factor, lambda y: ask.gradient(y) + pull * (y - theta), pull)
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> ProxState:
-        return ProxState(torch.zeros_like(theta[..., :1]) + mu, torch.zeros_like(theta))
+        start = torch.zeros_like(theta[..., :1]) + mu
+        return ProxState(start, torch.zeros_like(theta), walk.start(theta, facts))
 
     def update(u: Tensor, state: ProxState, theta: Tensor, t: int) -> tuple[Tensor, ProxState]:
-        u = -local_lr * u if one else u
+        u = walk.received(u, theta, state.pace.factor, gradient=one, pull=state.pull)
         against = (u * state.last_update).sum(-1, keepdim=True) < 0
         pull = (state.pull * torch.where(against, 1 + RATE, 1 - RATE)).clamp(mu / MAX_FACTOR, mu * MAX_FACTOR)
-        return lr * u, ProxState(pull, u)
+        return lr * u, ProxState(pull, u, walk.following(state.pace, t))
 
-    rule = Rule(init, update, broadcast=lambda state: state.pull)
+    rule = Rule(init, update, broadcast=lambda state: paced(state.pull, () if one else state.pace.factor))
     return Method("dp-adafedprox", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)

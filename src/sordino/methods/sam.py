@@ -14,7 +14,8 @@ from sordino.core import Ask, Broadcast, Local, Method, Stage, Tree, Unit
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import LOCAL_STEPS_CAVEAT, local_steps
-from sordino.rules import scale
+from sordino.methods.local import LocalSteps
+from sordino.rules import chain, scale
 
 MIN_GRADIENT_NORM = 1e-12  # smallest divisor of the ascent
 
@@ -27,6 +28,7 @@ def fedsam(
     local_lr: float = 2.0,
     rho: float = 0.05,
     decay: float = 0.0,
+    schedule: str = "constant",
     steps: int = 1,
     noise_at: str = "per-step",
 ) -> Method:
@@ -38,7 +40,8 @@ def fedsam(
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         rho: Length of the ascent; 0 is dp-fedavg.
-        decay: Weight decay.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         steps: Local steps per round, K.
         noise_at: `per-step` noises every local gradient (record level only); `final` clips and noises the update once.
             At client level the update is always noised once.
@@ -66,19 +69,21 @@ def fedsam(
         >>> method.stages[0].queries[0].sensitivity(Adjacency.REPLACE_ONE, Unit.RECORD)
         2.0
     """
-    for name, value in (("rho", rho), ("decay", decay)):
-        if not 0 <= value < math.inf:
-            raise SordinoError(f"{name}: {value} must be a finite number, 0 or more.")
-
-    def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tensor:
-        y = broadcast.theta
-        for _ in range(steps):
-            worst, batch = y, ask.sample()
-            if rho:
-                g = ask.gradient(y, on=batch)
-                worst = y + rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_GRADIENT_NORM)
-            y = y - local_lr * (ask.gradient(worst, on=batch) + decay * y)
-        return y - broadcast.theta
-
+    if not 0 <= rho < math.inf:
+        raise SordinoError(f"rho: {rho} must be a finite number, 0 or more.")
     queries, proves = local_steps(unit, clip, steps, noise_at, joint=2 if rho else 1)
-    return Method("dp-fedsam", unit, (Stage(Local(compute), scale(lr), queries),), proves, LOCAL_STEPS_CAVEAT)
+    walk = LocalSteps(steps, local_lr, schedule, decay)
+
+    def compute(ask: Ask, broadcast: Broadcast[Tree], memory: Tree, cache: Tree) -> Tensor:
+        def direction(y: Tensor) -> Tensor:
+            batch = ask.sample()
+            if not rho:
+                return ask.gradient(y, on=batch)
+            g = ask.gradient(y, on=batch)
+            ascent = rho * g / torch.linalg.vector_norm(g, dim=-1, keepdim=True).clamp_min(MIN_GRADIENT_NORM)
+            return ask.gradient(y + ascent, on=batch)
+
+        return walk.update(broadcast.theta, broadcast.extras, direction)
+
+    rule = chain(walk.rule(gradient=False), scale(lr))._replace(broadcast=lambda states: states[0].factor)
+    return Method("dp-fedsam", unit, (Stage(Local(compute), rule, queries),), proves, LOCAL_STEPS_CAVEAT)

@@ -14,6 +14,7 @@ from sordino.core import Ask, Broadcast, Facts, Local, Method, Rule, Stage, Tree
 from sordino.lazy import Tensor, torch
 from sordino.methods.fedavg import local_steps
 from sordino.methods.fedgd import gradient
+from sordino.methods.local import LocalSteps, Pace, paced, unpaced
 
 CONTROL_VARIATES_CAVEAT = "Control variates are hidden client state, so nothing is proved about sums of messages."
 
@@ -23,6 +24,7 @@ class ControlState(NamedTuple):
 
     control: Tensor  # c, the mean of all c_i
     rate: Tensor  # expected part of the clients in a round
+    pace: Pace
 
 
 def zero_control(theta: Tensor, before: Tree) -> Tensor:
@@ -42,9 +44,14 @@ def scaffold(
     lr: float = 1.0,
     local_lr: float = 2.0,
     steps: int = 1,
+    decay: float = 0.0,
+    schedule: str = "constant",
     warm_start: bool = False,
 ) -> Method:
-    """y <- y - local_lr (g - c_i + c), K times; c_i <- c_i - c + (theta - y) / (K local_lr); c <- mean c_i.
+    """y <- y - local_lr (g - c_i + c + decay y), K times; c_i <- c_i - c + (theta - y) / (K local_lr); c <- mean c_i.
+
+    local_lr is the round's step size. With decay, theta - y excludes the part that decay alone makes of it, and the sum
+    of the steps' weights replaces K.
 
     Args:
         unit: Whose data are protected, one record or one whole client.
@@ -52,6 +59,8 @@ def scaffold(
         lr: Step size of the server.
         local_lr: Step size of the local steps.
         steps: Local steps per round, K.
+        decay: Decoupled weight decay.
+        schedule: `cosine` or `constant` step size.
         warm_start: Start with a noised gradient as c_i, which is one more release.
 
     Returns:
@@ -76,26 +85,32 @@ def scaffold(
         2.0
     """
 
-    def compute(ask: Ask, broadcast: Broadcast[Tensor], c_i: Tensor, cache: Tree) -> Tensor:
-        y, c = broadcast.theta, broadcast.extras
-        for _ in range(steps):
-            y = y - local_lr * (ask.gradient(y) - c_i + c)
-        return broadcast.theta - y
+    walk = LocalSteps(steps, local_lr, schedule, decay)
 
-    def update_memory(zeta: Tensor, broadcast: Broadcast[Tensor], c_i: Tensor) -> Tensor:
-        return c_i - broadcast.extras + zeta / (steps * local_lr)
+    def compute(ask: Ask, broadcast: Broadcast[Tree], c_i: Tensor, cache: Tree) -> Tensor:
+        c, factor = unpaced(broadcast.extras)
+        return -walk.update(broadcast.theta, factor, lambda y: ask.gradient(y) - c_i + c)
+
+    def direction(zeta: Tensor, factor: Tree) -> Tensor:  # the mean of g - c_i + c; zeta is in units of the factor
+        return zeta / (walk.total(factor) * local_lr)
+
+    def update_memory(zeta: Tensor, broadcast: Broadcast[Tree], c_i: Tensor) -> Tensor:
+        c, factor = unpaced(broadcast.extras)
+        changed: Tensor = c_i - c + direction(zeta, factor)
+        return changed
 
     def init(theta: Tensor, facts: Facts, before: Tree) -> ControlState:
         control = carried(theta, before) if warm_start else torch.zeros_like(theta)
-        return ControlState(control, torch.tensor(facts.cohort / facts.clients))
+        return ControlState(control, torch.tensor(facts.cohort / facts.clients), walk.start(theta, facts))
 
     def update(zeta: Tensor, state: ControlState, theta: Tensor, t: int) -> tuple[Tensor, ControlState]:
-        c, rate = state  # participants change their c_i by zeta / (K local_lr) - c
-        return -lr * zeta, ControlState(c + rate * (zeta / (steps * local_lr) - c), rate)
+        c, rate, pace = state  # participants change their c_i by zeta / (K local_lr) - c
+        c = c + rate * (direction(zeta, pace.factor) - c)
+        return walk.received(-zeta, theta, pace.factor, lr=lr), ControlState(c, rate, walk.following(pace, t))
 
     queries, _ = local_steps(unit, clip, steps, "per-step")
     local = Local(compute, update_memory, carried if warm_start else zero_control)
-    main = Stage(local, Rule(init, update, broadcast=lambda state: state.control), queries)
+    main = Stage(local, Rule(init, update, broadcast=lambda state: paced(state.control, state.pace.factor)), queries)
     stages = (warm(unit, clip), main) if warm_start else (main,)
     return Method("dp-scaffold", unit, stages, frozenset({(unit, Trust.UNTRUSTED_SERVER)}), CONTROL_VARIATES_CAVEAT)
 
