@@ -185,7 +185,7 @@ def _find(table: str, data: str, model: str | None) -> tuple[PaperRow, str]:
 
 
 def options(method: str, steps: int) -> dict[str, Any]:
-    """The paper's settings for options of the method. dp-fedavg, dp-fedavg-ls and dp-scaffold have no decay here."""
+    """The paper's settings for options of the method."""
     known = methods()
     if method not in known:
         raise SordinoError(f"method: '{method}' is not in table 20.{nearest(method, known)}")
@@ -349,8 +349,7 @@ NOTES = (
     "the paper draws minibatches of a fixed size, which need more noise than Poisson's, because a record that is drawn "
     "takes the place of another; a preset draws Poisson ones of the same expected size",
     "step sizes are table 20's (ResNet-18); for other models the paper prints grids only. tau, rho and the smoothing's "
-    "strength are not printed. dp-fedavg, dp-fedavg-ls and dp-scaffold run without the weight decay of 0.001, and with "
-    "dp-fedsam without cosine decay of steps, which they do not have here",
+    "strength are not printed",
 )
 VISION = (
     "resnet18-gn is trained in full from random weights: it has no adapters, and no weights are published for it",
