@@ -276,6 +276,12 @@ def test_help_says_that_a_table_may_be_named_first(capsys, name):
     assert "[SPEC.toml|DATA]" in capsys.readouterr().out
 
 
+def test_one_round_is_no_rounds(capsys, tmp_path):
+    assert main(["run", "--method", "dp-class-means", "--seed", "1", "--out", str(tmp_path / "r")]) == 0
+    assert "dp-class-means on digits, 1 round" in (shown := capsys.readouterr().out)
+    assert "1 rounds" not in shown
+
+
 def test_federate_up_says_at_once_that_it_starts(capsys, monkeypatch, tmp_path):
     from sordino.operations import demonstration
 
