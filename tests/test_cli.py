@@ -269,6 +269,33 @@ def test_help_says_what_a_canary_and_the_port_of_a_link_are(capsys):
         assert re.search(meant, " ".join(capsys.readouterr().out.split()))
 
 
+@pytest.mark.parametrize("name", ["run", "sweep", "compare"])
+def test_help_says_that_a_table_may_be_named_first(capsys, name):
+    with pytest.raises(SystemExit):
+        main([name, "--help"])
+    assert "[SPEC.toml|DATA]" in capsys.readouterr().out
+
+
+def test_one_round_is_no_rounds(capsys, tmp_path):
+    assert main(["run", "--method", "dp-class-means", "--seed", "1", "--out", str(tmp_path / "r")]) == 0
+    assert "dp-class-means on digits, 1 round" in (shown := capsys.readouterr().out)
+    assert "1 rounds" not in shown
+
+
+def test_federate_up_says_at_once_that_it_starts(capsys, monkeypatch, tmp_path):
+    from sordino.operations import demonstration
+
+    def prepare(out, *_, **__):
+        (out / "sites").mkdir(parents=True)
+
+    monkeypatch.setattr(demonstration, "prepare", prepare)
+    monkeypatch.setattr(demonstration, "up", lambda out: iter([{"what": "finished", "epsilon": 1.0, "sites": []}]))
+    main(["federate", "up", "--out", str(tmp_path / "f")])
+    shown = capsys.readouterr()
+    assert "starting link and sites" in shown.err.splitlines()[0]
+    assert "0 rounds in 0 s, with the start of link and sites" in shown.out
+
+
 @pytest.mark.parametrize("name", [name.rpartition(".")[2] for name in COMMANDS])
 def test_a_command_alone_has_the_same_help_as_among_all(capsys, name):
     """`main` declares only the command that was named."""

@@ -285,6 +285,15 @@ def test_summary_names_the_promise_and_its_price(document):
     assert "Best at the last round: a at ε = 1 (70.0 ± 10.0 %)" in words
 
 
+def test_summary_names_all_that_are_equally_good(document):
+    for each in document["runs"]:
+        if each["label"] == ODD and each["epsilon"] == 1.0 and each["group"] == "comparison":
+            each["accuracy"][-1] = 0.7
+    assert f"Best at the last round: a at ε = 1 (70.0 ± 10.0 %) and {ODD} at ε = 1 (70.0 ± 0.0 %)" in " ".join(
+        report.summary(document)
+    )
+
+
 def test_without_noise_there_is_no_promise(document):
     document["runs"] = [run for run in document["runs"] if run["epsilon"] is None]
     words = " ".join(report.summary(document))

@@ -315,6 +315,27 @@ def test_effects_are_per_unit_of_the_table(tmp_path):
     assert effects(weight, intercept, schema, None) is None, "each record has its own scale"
 
 
+def test_a_record_with_blank_cells_follows_by_hand_from_fills(tmp_path):
+    """What the comments of the file say of missing cells."""
+    (tmp_path / "schema.toml").write_text(TABLE)
+    schema = Schema.read(tmp_path / "schema.toml")
+    weight = np.random.default_rng(0).normal(size=len(schema.features))
+    found = effects(weight, 0.3, schema, 2.0)
+    blank = {
+        **{name: values[:1] for name, values in ROWS.items()},
+        "age": [None],
+        "sex": [""],
+        "stage": [""],
+        "ward": [""],
+    }
+    filled = {**{name: values[:1] for name, values in ROWS.items()}, "age": [55], "ward": ["a"]}
+    effect = dict(zip(schema.features, found.effect, strict=True))
+    added = sum(effect.get(f"{name} is missing", 0.0) for name in ("age", "sex", "stage"))
+    added += effect["sex"] * 0.5 + effect["stage"] * 1 + effect.get("ward = missing", 0.0) - effect["ward = a"]
+    z = [0.3 + 2.0 * float(schema.encode(rows, target=False).x[0] @ weight) for rows in (blank, filled)]
+    assert z[0] - z[1] == pytest.approx(added, abs=1e-5)
+
+
 def test_a_file_of_two_classes_has_odds_ratios(runs, tmp_path):
     run = runs("table")
     export(run, "coefficients", tmp_path / "c.csv")
@@ -324,6 +345,13 @@ def test_a_file_of_two_classes_has_odds_ratios(runs, tmp_path):
         assert float(row["odds_ratio"]) == pytest.approx(math.exp(float(row["log_odds"])), rel=1e-4)
     assert rows[0]["odds_ratio"] == "", "the odds at 0 of everything are no ratio"
     assert any("odds_ratio = exp(log_odds)" in line for line in comments)
+    assert any("counts as its fill in the schema" in line for line in comments)
+
+
+def test_an_unknown_format_names_the_formats_once(runs, tmp_path):
+    with pytest.raises(SordinoError) as raised:
+        export(runs("table"), "excel", tmp_path / "x")
+    assert str(raised.value).count("sklearn") == 1
 
 
 def test_the_command(runs, place, tmp_path, capsys):

@@ -125,9 +125,22 @@ def test_an_auc_near_one_half_is_not_called_a_ranking(records, area, ranks):
 def test_the_remedy_is_not_what_the_run_does_already(trust, clients, says):
     model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
     resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
-    plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients)
+    plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients, noiseless=False)
     told = remedy(SimpleNamespace(resolved=resolved, plan=plan))
     assert told.endswith(f"{says} Another run on the same data adds to the epsilon that is spent on them.")
+
+
+def test_without_noise_the_remedy_does_not_blame_it():
+    model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
+    resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
+    told = remedy(
+        SimpleNamespace(
+            resolved=resolved,
+            plan=SimpleNamespace(privacy=SimpleNamespace(trust=Trust.UNTRUSTED_SERVER), clients=4, noiseless=True),
+        )
+    )
+    assert "no noise" in told
+    assert "epsilon" not in told
 
 
 def test_a_language_model_is_compared_with_itself_before_training():

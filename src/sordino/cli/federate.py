@@ -145,6 +145,8 @@ def _up(arguments: argparse.Namespace) -> int:
             return _prepared(arguments, out)
     began = time.monotonic()
     try:
+        if not sys.stderr.isatty():  # the bar of a terminal says it itself
+            say(f"{time.strftime('%H:%M:%S')}  starting link and sites", aside=True)
         lines = list(_shown(demonstration.up(out)))
     except KeyboardInterrupt:
         print(f"continue with: sordino federate up --resume {out}", file=sys.stderr)
@@ -253,7 +255,8 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     from sordino.cli.run import quality
 
     page, metrics = console(), document["metrics"]
-    page.print(f"{sentences.count(document['rounds'], 'round')} in {document['seconds']:.0f} s", markup=False)
+    rounds = sentences.count(document["rounds"], "round")
+    page.print(f"{rounds} in {document['seconds']:.0f} s, with the start of link and sites", markup=False)
     if metrics:
         where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
         page.print(f"{'result':<13}{sentences.measured(metrics)} {where}", markup=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, facts, terminable
-from sordino.errors import OverspentError, SordinoError
+from sordino.errors import OverspentError, SordinoError, count
 
 DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
@@ -390,6 +390,8 @@ def remedy(prepared: Any) -> str:
             "The noise exceeds the signal (raise epsilon), or features differ in scale: describe the table by a schema "
             f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
         )
+    if plan.noiseless:
+        return "There is no noise to blame: try another method, more rounds, another lr or another clip."
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
         helps.append("use --trust secure-aggregation")
@@ -427,7 +429,7 @@ def _facts(
     took = f" in {total_seconds(RunFolder.find(out)):.1f} s" if prepared.resolved.source.open else ""
     tested = "" if cert["test_records"] is None else f" on {cert['test_records']:,} test records"
     rows = [
-        ("run", f"{settings.method} on {prepared.dataset.name}, {plan.rounds} rounds{took}"),
+        ("run", f"{settings.method} on {prepared.dataset.name}, {count(plan.rounds, 'round')}{took}"),
         ("clients", clients if sizes_public else str(plan.clients)),
     ]
     if unlike := prepared.heterogeneity:

@@ -128,7 +128,12 @@ def check_workers(arguments: argparse.Namespace) -> None:
 
 def add_keys(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `sordino run`, for all runs of the command."""
-    parser.add_argument("spec", nargs="?", metavar="SPEC.toml", help="keys of the runs; flags and --set override them")
+    parser.add_argument(
+        "spec",
+        nargs="?",
+        metavar="SPEC.toml|DATA",
+        help="keys of the runs, which flags and --set override; or a table, as --data",
+    )
     for flag, key, text in RUN_FLAGS:
         parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the runs")

@@ -603,10 +603,12 @@ def _best(document: Document) -> str:
     runs, metric, winners = of_group(document), metric_of(document), []
     for epsilon in epsilons(runs):
         ends = _ends_by(metric, by_label(runs, epsilon))
-        name = max(ends, key=lambda name: goodness(metric, ends[name].mean))
-        score = Measure(metric, NAMES[metric], "", 1, None).text(ends[name])
-        end = f"{score} %" if metric == "accuracy" else score
-        winners.append(f"{name} at ε = {named(epsilon)} ({end})")
+        best = max(goodness(metric, end.mean) for end in ends.values())
+        measure, unit = Measure(metric, NAMES[metric], "", 1, None), " %" if metric == "accuracy" else ""
+        equal = [(name, end) for name, end in ends.items() if goodness(metric, end.mean) == best]
+        winners.append(
+            " and ".join(f"{name} at ε = {named(epsilon)} ({measure.text(end)}{unit})" for name, end in equal)
+        )
     by = "" if metric == "accuracy" else f" by {NAMES[metric]}"
     return f"Best at the last round{by}: {'; '.join(winners)}."
 

@@ -61,7 +61,7 @@ def export(run: LoadedRun, to: str, out: str | Path | None = None) -> list[Path]
       SordinoError: the format cannot hold this model, a package is missing, or the file exists.
     """
     if to not in FORMATS:
-        raise SordinoError(f"--to: '{to}' is unknown.{nearest(to, FORMATS)} One of {', '.join(FORMATS)}.")
+        raise SordinoError(f"--to: '{to}' is unknown.{nearest(to, FORMATS)}")
     out = Path(out or FORMATS[to])
     beside = out.with_name(out.name + ".json")
     for path in (out, beside) if to != "coefficients" else (out,):
@@ -309,6 +309,10 @@ def _units_said(run: LoadedRun, what: str, ratio: str) -> str:
     at_zero = "" if what == "log_hazard" else f" The intercept of {what} is that of a record with 0 in every number."
     line += f".{at_zero} Values beyond a public range are "
     line += "clamped.\n"
+    line += (
+        "# A missing number, date, boolean or ordinal counts as its fill in the schema (by default the middle of its "
+        "range), and its row 'is missing' is added; a missing category has its row 'missing' alone.\n"
+    )
     if run.normalize.partition(":")[0] == "table":
         line += (
             "# A record with missing values may be scaled to a shorter length; all effects are smaller there. Levels "
