@@ -308,13 +308,17 @@ def test_bad_frames_are_named():
         (FederatedCox(edges=[0, 5, 9]), [[3.0, 1]] * 40),
     ],
 )
-def test_text_without_a_schema_points_to_schema(kind, y):
+def test_text_and_missing_values_without_a_schema_point_to_schema(kind, y):
     frame = table(40)[["age", "sex", "hospital"]].fillna(50.0)
     for given, columns in [(frame, "'sex', 'hospital'"), (frame.to_numpy(), "1, 2")]:
         with pytest.raises(SordinoError, match=rf"^X: column {columns} holds text.* schema="):
             clone(kind).fit(given, y)
-    with pytest.raises(ValueError, match="NaN") as caught:
-        clone(kind).fit(frame[["age"]].assign(age=np.nan), y)
+    missing = frame[["age"]].assign(height=1.0, weight=np.nan)
+    for given, column in [(missing, "'weight'"), (missing.to_numpy(), "2")]:
+        with pytest.raises(SordinoError, match=rf"^X: column {column} has missing values \(NaN\).* schema="):
+            clone(kind).fit(given, y)
+    with pytest.raises(ValueError, match="infinity") as caught:
+        clone(kind).fit(frame[["age"]].assign(age=np.inf), y)
     assert not isinstance(caught.value, SordinoError), "other mistakes are told as scikit-learn tells them"
 
 

@@ -170,7 +170,7 @@ def rows(found: dict[str, Any]) -> list[tuple[str, str]]:
     line("sensitivity", "sensitivity")
     line("specificity", "specificity")
     line("Brier score", "brier")
-    line("", "brier_gain", " below that of the prevalence")
+    line("Brier gain", "brier_gain", "; above 0 is better than the prevalence as every risk")
     line("predicted", "mean_predicted", " on average")
     line("observed", "observed", "")
     line("difference", "predicted_minus_observed", ", predicted minus observed")

@@ -28,10 +28,10 @@ from sordino.estimators.pipelines import PREPARED, UnpaidStepWarning, doubt, ste
 from sordino.estimators.reading import (
     WEIGHTED,
     check_roles,
+    column_error,
     entries,
     read_schema,
     read_weights,
-    text_error,
     warn_of_unused,
     weight_of,
     with_target,
@@ -259,7 +259,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             try:
                 X, y = self._validated(X, y, dtype)
             except ValueError as error:
-                raise (text_error(X) or error) from None
+                raise (column_error(X) or error) from None
             labels = self._labels(y)
             names = labels.y if labels.classes is None else labels.classes[labels.y]
             digest = arrays_digest(X, names) if self.ledger is not None else b""

@@ -148,8 +148,8 @@ def entries(given: Any, records: int, field: str = "groups") -> np.ndarray:
     return array.astype(str) if array.dtype == object else array
 
 
-def text_error(given: Any) -> SordinoError | None:
-    """The error for an array or a frame with text, where no schema says what the text means; None if it has no text."""
+def column_error(given: Any) -> SordinoError | None:
+    """The error for an array or a frame with text or missing values, which no schema explains; None if it has none."""
     if hasattr(given, "columns") and hasattr(given, "dtypes"):  # pandas, polars
         columns = {f"'{name}'": np.asarray(given[name]) for name in given.columns}
     elif isinstance(given, np.ndarray) and given.ndim == 2:
@@ -157,13 +157,23 @@ def text_error(given: Any) -> SordinoError | None:
     else:
         return None
     names = [name for name, cells in columns.items() if cells.dtype.kind in "OUST" and any(map(_text, cells.tolist()))]
-    if not names:
-        return None
-    shown = ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
-    return SordinoError(
-        f"X: column {shown} holds text, and a model reads numbers; describe the columns by schema= "
-        "(docs/how-to/describe-a-table.md), which makes a feature of each level."
-    )
+    if names:
+        return SordinoError(
+            f"X: column {_some(names)} holds text, and a model reads numbers; describe the columns by schema= "
+            "(docs/how-to/describe-a-table.md), which makes a feature of each level."
+        )
+    names = [name for name, cells in columns.items() if any(cell != cell for cell in cells.tolist())]
+    if names:
+        return SordinoError(
+            f"X: column {_some(names)} has missing values (NaN); describe the columns by schema= "
+            "(docs/how-to/describe-a-table.md), which counts them as a public value. An imputer that is fitted to the "
+            "records is not private."
+        )
+    return None
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _text(cell: object) -> bool:
