@@ -122,21 +122,21 @@ def measured(folder: Path, moments: str) -> dict[str, list[Any]]:
 def page(document: dict[str, Any]) -> str:
     text = f"""# Structures, self-tuned damping, public moments
 
-`{COMMAND}`. Test accuracy in %, mean ± standard deviation of three seeds, after 10 → 30 rounds (second table: 10 → 70),
-with the settings that are best for that round on the test records with another seed. Record level, replace-one, δ =
-1e-5, secure aggregation (second table: both), {RECORDS:,} training records (synthetic, digits: all), 20
-clients (digits: 10), Dirichlet 0.5. Records have norm 10; those of the third table are raw. Grids: DP-FedSOFIM
-{len(DAMPED)} settings (lr, rho), AdaDPS and FedAvg {len(LOCAL)} (local_lr, clip), others {len(auto.STEPS)} (lr).
-Edge: choices whose step is an edge of its grid.
+`{COMMAND}`. Test accuracy in %, mean of three seeds, after 10 → 30 rounds (second table: 10 → 70),
+each with the settings that are best for that round on the test records with another seed. Record level, replace-one,
+δ = 1e-5, secure aggregation (second table: both), {RECORDS:,} records (synthetic, digits: all) of norm 10 (third table:
+raw), 20 clients (digits: 10), Dirichlet 0.5. Grids: DP-FedSOFIM {len(DAMPED)} settings (lr, rho), AdaDPS and FedAvg
+{len(LOCAL)} (local_lr, clip), others {len(auto.STEPS)} (lr). ±: a row's largest deviation. Edge: steps at an edge.
 """
     for title in TITLES:
         epsilons = TUNED_TO if title == BY_NOISE else EPSILONS
         head = " | ".join(f"ε = {e:g}" for e in epsilons)
-        text += f"\n## {title}\n\n| | {head} | edge |\n{'|---' * (len(epsilons) + 2)}|\n"
-        for name, row, means, errors, _, edge in document[title]:
-            cells = iter([f"{mean:.1f} ± {error:.1f}" for mean, error in zip(means, errors, strict=True)])
+        text += f"\n## {title}\n\n| | {head} | ± | edge |\n{'|---' * (len(epsilons) + 3)}|\n"
+        for k, (name, row, means, errors, _, edge) in enumerate(document[title]):
+            label = row if k and document[title][k - 1][0] == name else f"{name}: {row}"
+            cells = iter([f"{mean:.1f}" for mean in means])
             pairs = " | ".join(" → ".join(pair) for pair in zip(cells, cells, strict=True))
-            text += f"| {name}: {row} | {pairs} | {edge} |\n"
+            text += f"| {label} | {pairs} | {max(errors):.1f} | {edge} |\n"
     return text
 
 

@@ -114,6 +114,8 @@ def figures() -> dict[str, str]:
         values[f"accounts {row['q']} {row['by']}"] = f"{row['noise']:.2f}"
     for data, method, epsilon, accuracy, *_ in load("disk.json")["rows"]:
         values[f"disk {data} {method} {epsilon:g}"] = f"{accuracy:.1f}"
+    for name, row, means, *_ in itertools.chain(*list(load("structures.json").values())[1:]):
+        values |= {f"structures {name} {row} {k}": f"{mean:.1f}" for k, mean in enumerate(means)}  # as in the tables
     spreads = [row[4] for row in load("disk.json")["rows"] if row[4] is not None]
     values["disk least spread"], values["disk most spread"] = f"{min(spreads):.1f}", f"{max(spreads):.1f}"
     values["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"
