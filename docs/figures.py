@@ -117,6 +117,8 @@ def figures() -> dict[str, str]:
     for data, method, epsilon, accuracy, std, _ in load("scaled.json")["rows"]:
         values[f"scaled {data} {method} {epsilon:g}"] = f"{accuracy:.1f}"
         values[f"scaled spread {data} {method} {epsilon:g}"] = f"{std:.1f}"
+    for name, row, means, *_ in itertools.chain(*list(load("structures.json").values())[1:]):
+        values |= {f"structures {name} {row} {k}": f"{mean:.1f}" for k, mean in enumerate(means)}  # as in the tables
     spreads = [row[4] for row in load("disk.json")["rows"] if row[4] is not None]
     values["disk least spread"], values["disk most spread"] = f"{min(spreads):.1f}", f"{max(spreads):.1f}"
     values["microseconds"] = f"{max(load('many_cuda.json')['microseconds_per_run_and_round'].values()):.1f}"

@@ -5,9 +5,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+
+from sordino.rules import fisher
 
 ROOT = Path(__file__).parents[1]
 
@@ -272,6 +276,29 @@ def test_the_largest_eigenvalue_is_that_of_the_whole_hessian():
     u, p = rng.normal(size=(40, 5)), rng.dirichlet(np.ones(3), size=40)
     whole = sum(np.kron(np.outer(a, a), np.diag(b) - np.outer(b, b)) for a, b in zip(u, p, strict=True)) / 40
     assert spectra.largest(u, p) == pytest.approx(np.linalg.eigvalsh(whole)[-1], rel=1e-2)
+
+
+def test_the_rule_that_follows_from_noise_is_the_momentum_form_where_nothing_follows():
+    structures, theta = loaded("structures"), torch.zeros(3, 7).double()
+    gs = torch.randn(20, 3, 7, generator=torch.Generator().manual_seed(0)).double()
+    facts = SimpleNamespace(aggregate_std=0.5, shapes=((7,),))
+
+    def last(rule):
+        state = rule.init(theta, facts, ())
+        for t, g in enumerate(gs):
+            step, state = rule.update(g, state, theta, t)
+        return step, state
+
+    fixed = fisher(rho=0.3, beta=0.9, apply_to="momentum")
+    torch.testing.assert_close(last(structures.self_tuned(False, False, rho=0.3, beta=0.9))[0], last(fixed)[0])
+    _, state = last(structures.self_tuned(True, True, rho=0.3, beta=0.9))
+    assert (state.energy == 7 * 0.25).all()
+    assert ((state.noise > 0) & (state.noise <= state.doubt) & (state.doubt < state.energy)).all()
+
+
+def test_the_page_of_structures_is_that_of_its_figures():
+    stored = ROOT / "results" / "structures.json"
+    assert loaded("structures").page(json.loads(stored.read_text())) == stored.with_suffix(".md").read_text()
 
 
 def test_the_page_of_spectra_is_that_of_its_figures():
