@@ -281,11 +281,10 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         needs = [SampledAccount(*part, float(row[-1])) for part, row in zip(parts, accounts, strict=True)]
         if plan.only_sums_visible:
             needs = _few(needs)
-            margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
-            factors = np.full(1, _largest_factor(needs, delta, adjacency) * margin)
+            factors = np.full(1, _largest_factor(needs, delta, adjacency))
         else:
-            margin = 1 + ACCOUNT_MARGIN * (len(needs) < number)
-            factors = np.array(subsampled.scales(needs, delta, adjacency)) * margin
+            factors = np.array(subsampled.scales(needs, delta, adjacency))
+        factors = factors * (1 + ACCOUNT_MARGIN * (len(needs) < number))
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
 
 
