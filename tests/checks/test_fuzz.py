@@ -68,7 +68,7 @@ def test_a_wrong_claim_about_correlated_noise_is_found():
     def mutant(method, model):
         return with_claim(method, OneRound), model
 
-    found = run_case(1, 2, pairs=20, mutant=mutant)
+    found = run_case(1, 4, pairs=20, mutant=mutant)
     assert found.where.startswith("dp-ftrl")
     assert {each.query for each in found.violations} == {"stream"}
 
