@@ -27,7 +27,7 @@ from sordino.privacy.accounting.correlated import (
 )
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.tree_factors import TreeFactors
-from sordino.privacy.mechanisms.correlated import MOST_STRETCH
+from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian
 from sordino.privacy.plan import Plan
 
 EXACT = 1e-9  # relative: the factors are products of few float64 numbers
@@ -756,3 +756,37 @@ def test_factors_of_a_tree_cannot_be_replaced():
         noise.encoder[0, 0] = 2.0
     scaled = Correlated(2 * noise.encoder, noise.decoder / 2)
     assert scaled.released_sensitivity(chosen) == pytest.approx(2 * noise.over_nodes(chosen), rel=1e-5)
+
+
+class Modest(correlated.Banded):
+    """A mutant that understates what it costs."""
+
+    def sensitivity(self, rounds):
+        return 1e-3
+
+
+class Quiet(correlated.Banded):
+    """A mutant whose noise is smaller than its formulas say."""
+
+    def _factors(self):
+        encoder, decoder = super()._factors()
+        return encoder, decoder / 1000
+
+
+class ModestMatrices(Correlated):
+    """The same mutant with matrices of its own."""
+
+    def sensitivity(self, rounds):
+        return 1e-3
+
+
+def test_a_class_of_somebody_else_is_accounted_for_by_its_matrices():
+    """Formulas are believed of the classes that docs/proofs.md is about, and not of those derived from them."""
+    honest, every = correlated.banded(8, 3), np.arange(8)
+    fields = (honest.rounds, honest.diagonals, honest.momentum, honest.decay)
+    for noise in (Modest(*fields), ModestMatrices(honest.encoder, honest.decoder)):
+        checked = CorrelatedGaussian(noise).over(8)
+        assert checked.sensitivity(every) == pytest.approx(honest.sensitivity(every))
+    with pytest.raises(SordinoError, match="must be the identity"):
+        CorrelatedGaussian(Quiet(*fields)).over(8)
+    assert CorrelatedGaussian(honest).over(8) is honest

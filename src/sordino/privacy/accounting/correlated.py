@@ -11,6 +11,7 @@ The noise cancels only if one z serves all rounds: the server's, or that of clie
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -30,7 +31,7 @@ EXPONENTS = np.arange(1, 33) / 32  # of the weights of earlier rounds, of which 
 
 
 @dataclass(frozen=True)
-class Structured(Correlated):
+class Structured(Correlated, ABC):
     """Noise whose factors follow from few numbers. The account takes those; matrices are made when somebody asks.
 
     The factors can be neither given nor replaced, because the account is right for these factors alone. They are square
@@ -68,17 +69,17 @@ class Structured(Correlated):
         share = self._residual() * math.sqrt(self.rounds)
         return share / (1 - share) if share < 1 else math.inf
 
+    @abstractmethod
     def _residual(self) -> float:
         """The largest (n |R|)_t / n_t: R = I - decoder @ encoder, and n are the norms of the encoder's columns."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _factors(self) -> tuple[np.ndarray, np.ndarray]:
         """Encoder and decoder."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _row_sums(self) -> np.ndarray:
         """Of the encoder."""
-        raise NotImplementedError
 
     @cached_property
     def _of_first_rounds(self) -> np.ndarray:

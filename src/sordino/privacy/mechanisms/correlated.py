@@ -6,7 +6,7 @@ import numpy as np
 
 from sordino.core import Correlated, Noise, Stream
 from sordino.errors import SordinoError
-from sordino.privacy.accounting.correlated import Structured
+from sordino.privacy.accounting.correlated import Banded, EfficientTree, Fresh
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -15,6 +15,7 @@ from sordino.privacy.mechanisms.random import Address, Source
 # By how much rounding of the factors may stretch the sensitivity of a stream. Clips are enforced with a margin
 # (`core.SAFETY`), of which sums use all but 8e-6 (docs/proofs.md).
 MOST_STRETCH = 1e-6
+PROVED = (Fresh, Banded, EfficientTree)  # factors whose formulas docs/proofs.md proves
 
 
 class CorrelatedGaussian(Mechanism):
@@ -38,11 +39,13 @@ class CorrelatedGaussian(Mechanism):
     def over(self, rounds: int) -> Noise:
         """The same factors, checked: each release is a function of what is known by then, and all is accounted for."""
         factors = self.factors
-        structured = isinstance(factors, Structured)
-        if factors.length < rounds or (not structured and factors.encoder.shape[1] < rounds):
-            raise SordinoError(f"rounds: the noise was factorised for {factors.length} rounds, not {rounds}.")
-        if isinstance(factors, Structured) and factors.rounds == rounds and factors.stretch() <= MOST_STRETCH:
-            return factors
+        if isinstance(factors, PROVED) and type(factors) in PROVED:
+            if factors.length == rounds and factors.stretch() <= MOST_STRETCH:
+                return factors
+        elif type(factors) is not Correlated:  # a class of somebody else may say anything of itself
+            factors = Correlated(factors.encoder, factors.decoder)
+        if min(factors.encoder.shape[1], len(factors.decoder)) < rounds:
+            raise SordinoError(f"rounds: the noise was factorised for {len(factors.decoder)} rounds, not {rounds}.")
         encoder, decoder = _causal(factors.encoder[:, :rounds], factors.decoder[:rounds])
         if _stretch(encoder, decoder) > MOST_STRETCH:
             raise SordinoError(
