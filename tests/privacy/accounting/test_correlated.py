@@ -27,7 +27,7 @@ from sordino.privacy.accounting.correlated import (
 )
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.accounting.tree_factors import TreeFactors
-from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian
+from sordino.privacy.mechanisms.correlated import MOST_STRETCH, CorrelatedGaussian, InverseRootGaussian
 from sordino.privacy.plan import Plan
 
 EXACT = 1e-9  # relative: the factors are products of few float64 numbers
@@ -780,6 +780,13 @@ class ModestMatrices(Correlated):
         return 1e-3
 
 
+class ModestRoot(InverseRoot):
+    """The same mutant for long streams."""
+
+    def sensitivity(self, rounds):
+        return 1e-3
+
+
 def test_a_class_of_somebody_else_is_accounted_for_by_its_matrices():
     """Formulas are believed of the classes that docs/proofs.md is about, and not of those derived from them."""
     honest, every = correlated.banded(8, 3), np.arange(8)
@@ -787,6 +794,7 @@ def test_a_class_of_somebody_else_is_accounted_for_by_its_matrices():
     for noise in (Modest(*fields), ModestMatrices(honest.encoder, honest.decoder)):
         checked = CorrelatedGaussian(noise).over(8)
         assert checked.sensitivity(every) == pytest.approx(honest.sensitivity(every))
+    assert type(InverseRootGaussian(ModestRoot(3, 8)).over(8)) is InverseRoot
     with pytest.raises(SordinoError, match="must be the identity"):
         CorrelatedGaussian(Quiet(*fields)).over(8)
     assert CorrelatedGaussian(honest).over(8) is honest

@@ -89,7 +89,8 @@ class InverseRootGaussian(Mechanism):
     def over(self, rounds: int) -> Noise:
         if rounds > self.factors.rounds:
             raise SordinoError(f"rounds: the noise was factorised for {self.factors.rounds} rounds, not {rounds}.")
-        return self.factors if rounds == self.factors.rounds else InverseRoot(self.factors.bands, rounds)
+        same = type(self.factors) is InverseRoot and rounds == self.factors.rounds
+        return self.factors if same else InverseRoot(self.factors.bands, rounds)
 
     def mixing(self, rounds: int) -> np.ndarray:
         return InverseRoot(self.factors.bands, rounds).decoder
