@@ -39,11 +39,11 @@ class CorrelatedGaussian(Mechanism):
     def over(self, rounds: int) -> Noise:
         """The same factors, checked: each release is a function of what is known by then, and all is accounted for."""
         factors = self.factors
-        if isinstance(factors, PROVED) and type(factors) in PROVED:
-            if factors.length == rounds and factors.stretch() <= MOST_STRETCH:
+        if isinstance(factors, PROVED):
+            if type(factors) not in PROVED:  # what is derived from them may have other matrices than the formulas
+                factors = Correlated(factors.encoder, factors.decoder)
+            elif factors.length == rounds and factors.stretch() <= MOST_STRETCH:
                 return factors
-        elif type(factors) is not Correlated:  # a class of somebody else may say anything of itself
-            factors = Correlated(factors.encoder, factors.decoder)
         if min(factors.encoder.shape[1], len(factors.decoder)) < rounds:
             raise SordinoError(f"rounds: the noise was factorised for {len(factors.decoder)} rounds, not {rounds}.")
         encoder, decoder = _causal(factors.encoder[:, :rounds], factors.decoder[:rounds])
