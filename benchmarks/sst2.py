@@ -38,6 +38,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "DP-LocalAdamW": {"method": "dp-localadamw", "decay": 0.01},
     "DP-FedAdamW": {"method": "dp-fedadamw", "decay": 0.01},
 }
+COSINE = ", cosine"  # the paper's schedule and decay, which the AdamW methods have in all rows
+METHODS |= {
+    label + COSINE: METHODS[label] | {"schedule": "cosine", "decay": 0.001}
+    for label in ("DP-FedAvg", "DP-SCAFFOLD", "DP-FedAvg-LS", "DP-FedSAM")
+}
 BETAS = ((0.9, 0.99), (0.9, 0.999), (0.95, 0.99), (0.95, 0.999))
 ABLATION = {
     "DP-FedAdamW without block aggregation": {"aggregate": "none"},
@@ -179,7 +184,7 @@ def tuning_jobs(tuning: list[dict[str, Any]], sigmas: tuple[float, ...], beyond:
     """The grid at these sigmas; or, where the best of it lies on an edge, one step beyond."""
     jobs = []
     for sigma in sigmas:
-        for label in sorted(METHODS, key=lambda label: label != "DP-FedSAM"):  # the slowest first
+        for label in sorted(METHODS, key=lambda label: not label.startswith("DP-FedSAM")):  # the slowest first
             options = grid(label, sigma)
             if beyond:
                 within = [job for job in tuning if job["sigma"] == sigma and job["options"] in options]
@@ -193,7 +198,7 @@ def final_jobs(chosen: dict[str, dict[str, Any]], sigmas: tuple[float, ...]) -> 
     return [
         {"study": "sigma", "label": label, "sigma": sigma, "options": chosen[label][f"{sigma:g}"]}
         for sigma in sigmas
-        for label in sorted(METHODS, key=lambda label: label != "DP-FedSAM")
+        for label in sorted(METHODS, key=lambda label: not label.startswith("DP-FedSAM"))
         if f"{sigma:g}" in chosen[label]
     ]
 
@@ -247,7 +252,8 @@ class Study:
             [job for job in earlier.get(part, []) if str(self.rounds) in job.get("scores", [{}])[0]]
             for part in ("tuning", "runs")
         )
-        self.provenance = provenance(f"python benchmarks/sst2.py run FOLDER --device {words.device}")
+        here = provenance(f"python benchmarks/sst2.py run FOLDER --device {words.device}")
+        self.provenance, self.commit = earlier.get("provenance", here), here["commit"]
 
     def chosen(self) -> dict[str, dict[str, Any]]:
         cells = {label: {f"{sigma:g}": tuned(self.tuning, label, sigma) for sigma in ORDER} for label in METHODS}
@@ -264,9 +270,9 @@ class Study:
     def do(self, jobs: list[dict[str, Any]]) -> None:
         """Train what was not trained yet."""
         known, flags = [about(job) for job in (*self.tuning, *self.runs)], self.words
-        jobs = [job for job in jobs if about(job) not in known]
+        jobs = [job for job in jobs if about(job) not in known and flags.only in job["label"]]
         for job in jobs:
-            options = METHODS[next(label for label in METHODS if job["label"].split(" ")[0] == label)]
+            options = METHODS.get(job["label"]) or METHODS[job["label"].split(" ")[0]]
             whole = job["label"] in METHODS and job["study"] != "betas"
             job["seeds"] = [TUNER] if job["study"] == "tuning" else list(SEEDS if whole else SEEDS[:2])
             values = {**base(flags.folder, job["sigma"], self.rounds, flags.device), **options, **job["options"]}
@@ -277,6 +283,8 @@ class Study:
             job = {key: jobs[number][key] for key in ("study", "label", "sigma", "options", "seeds")}
             if "scores" in result:
                 result["scores"] = [{str(t): score for t, score in scores.items()} for scores in result["scores"]]
+            if self.commit != self.provenance["commit"]:
+                job["commit"] = self.commit
             (self.tuning if job["study"] == "tuning" else self.runs).append(job | result)
             last = [round(list(scores.values())[-1], 4) for scores in result.get("scores", [])]
             line = (job["study"], job["label"], f"{job['sigma']:g}", job["options"], last or result)
@@ -291,7 +299,8 @@ def about(job: dict[str, Any]) -> tuple[Any, ...]:
 def run(words: argparse.Namespace) -> None:
     """Tuning, then finals, each by sigma; steps beyond an edge and later jobs are mixed, so that no worker waits."""
     study, few = Study(words), slice(-3 if words.quick else None, None)
-    early, late = (ORDER[:1], ()) if words.quick else (ORDER[:2], ORDER[2:])
+    order = ORDER[:1] if words.quick else tuple(sigma for sigma in ORDER if sigma in words.sigmas)
+    early, late = order[:2], order[2:]
     study.do(tuning_jobs(study.tuning, early, beyond=False)[few])
     study.do([*tuning_jobs(study.tuning, early, beyond=True), *tuning_jobs([], late, beyond=False)][few])
     study.do([*tuning_jobs(study.tuning, late, beyond=True), *final_jobs(study.chosen(), early)][few])
@@ -410,6 +419,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it runs")
+    parser.add_argument("--only", default="", help="part of the name of the methods to run, such as cosine")
+    parser.add_argument("--sigmas", type=lambda text: tuple(map(float, text.split(","))), default=SIGMAS)
     parser.add_argument("--settings", type=Path, help="the JSON of an earlier run, whose finished jobs are taken over")
     parser.add_argument("--out", type=Path, default=RESULTS / "sst2.json")
     words = parser.parse_args()
