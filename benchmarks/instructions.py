@@ -253,7 +253,7 @@ def page(document: dict[str, Any]) -> str:
         f"{PRIVATE:,} private phrases of at least {LEAST_WORDS} words are {CLIENTS} clients' instructions: half ask "
         "whether a phrase is positive or negative, half ask for a phrase of one kind. One record is one instruction "
         f"with its answer. Adapters of rank 16, {document['rounds']} rounds, Poisson minibatches of {BATCH} per "
-        "client, untrusted server, add or remove one record, δ = 1e-5; all methods with their defaults, for which "
+        "client, untrusted server, replace-one, δ = 1e-5; all methods with their defaults, for which "
         f"`auto` takes five minibatches per round. Mean ± standard deviation of {len(SEEDS)} seeds, on the "
         "development sentences: 872 instructions of each kind.",
         "",
