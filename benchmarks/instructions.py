@@ -262,9 +262,9 @@ def page(document: dict[str, Any]) -> str:
         f"others (perplexity {document['public_perplexity']:g} on phrases it has not seen). It has never read an "
         "instruction. It is far smaller than models that people tune, so read the figures against each other.",
         "",
-        "Tuning teaches the form of the answers at every ε: perplexities fall by orders of magnitude. Which judgement is "
-        "right it hardly teaches, even without noise: this model knows too little of the words. At ε = 2 `auto` has the "
-        "lowest perplexities; later the others are level or ahead.",
+        "Tuning teaches the form of the answers at every ε: perplexities fall by orders of magnitude. Which judgement "
+        "is right it hardly teaches, even without noise: this model knows too little of the words. At ε = 2 `auto` has "
+        "the lowest perplexities; later the others are level or ahead.",
     ]
     for k, title in enumerate(titles):
         start = document["before"][k] * (100 if k == 2 else 1)
