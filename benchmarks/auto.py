@@ -42,7 +42,7 @@ import sordino as so
 from provenance import provenance
 from sordino.data.preprocess import RADIUS, by_record
 from sordino.data.sources import Dataset
-from sordino.methods.few_rounds import COVARIANCE_SHARE
+from sordino.methods.few_rounds import SHARE_OF_ONE_ROUND
 from sordino.privacy import calibration
 from sordino.rules import estimates
 from sordino.training.batch import run_many
@@ -319,11 +319,11 @@ def recipe_cells(dataset: Dataset, name: str, trust: str, epsilons: Sequence[flo
         for seed in (TUNING_SEED, *FEW_SEEDS):
             rng = np.random.default_rng(seed)
             z, noise = rng.normal(size=A.shape), rng.normal(size=G.shape)
-            g = G + stds[0] * math.sqrt(1 - COVARIANCE_SHARE) * noise
+            g = G + stds[0] * math.sqrt(1 - SHARE_OF_ONE_ROUND) * noise
             means[seed] = float(((test @ g).argmax(1) == dataset.y_test).mean())
             for share in SHARES:
-                g = G + stds[0] * math.sqrt((1 - COVARIANCE_SHARE) / (1 - share)) * noise
-                values, V = np.linalg.eigh(A + stds[1] * math.sqrt(COVARIANCE_SHARE / share) * (z + z.T) / 2)
+                g = G + stds[0] * math.sqrt((1 - SHARE_OF_ONE_ROUND) / (1 - share)) * noise
+                values, V = np.linalg.eigh(A + stds[1] * math.sqrt(SHARE_OF_ONE_ROUND / share) * (z + z.T) / 2)
                 for ridge in RIDGES:
                     theta = V @ ((V.T @ g) / (values.clip(0) + ridge)[:, None])
                     found[seed, share, ridge] = float(((test @ theta).argmax(1) == dataset.y_test).mean())

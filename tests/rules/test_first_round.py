@@ -13,13 +13,13 @@ from sordino.engines import reference, simulate
 from sordino.engines.trace import sent_answers
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.methods.few_rounds import COVARIANCE_SHARE
+from sordino.methods.few_rounds import covariance_share
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
 from sordino.privacy import spending
 from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.rules import estimates
+from sordino.rules import estimates, first_round
 from sordino.rules.life_table import of_cells
 from sordino.training import survival
 from tests.support import plan_for
@@ -81,8 +81,9 @@ def test_all_that_is_promised_is_spent(unit, trust):
         plan = plan_for("auto", SIZES, rounds, unit=unit, trust=trust, epsilon=2.0, few_rounds=rounds)
         assert math.isclose(spending.epsilon(plan), 2.0, rel_tol=1e-6)
         part = np.diff(spending.mu_after_each_round(plan) ** 2, prepend=0) / spending.mu(plan) ** 2
-        later = (1 - COVARIANCE_SHARE) / rounds
-        assert np.allclose(part, [later + COVARIANCE_SHARE] + [later] * (rounds - 1))
+        share = covariance_share(rounds)
+        later = (1 - share) / rounds
+        assert np.allclose(part, [later + share] + [later] * (rounds - 1))
 
 
 @pytest.mark.parametrize("unit", [Unit.RECORD, Unit.CLIENT])
@@ -142,3 +143,19 @@ def test_what_cannot_run_is_refused():
         build("auto", few_rounds=11)
     with pytest.raises(SordinoError, match="few_rounds: a survival model at client level"):
         build("auto", "client", few_rounds=1, intervals=3)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_the_first_step_takes_the_caution_with_the_least_expected_loss(monkeypatch, rounds):
+    """With one value tried, it is the step of that value; with all, the loss on the records falls."""
+    model, engine = Linear(4, 3, Loss.SOFTMAX), reference
+    found = {}
+    for cautions in ((1.0,), (0.0,), first_round.CAUTIONS):
+        monkeypatch.setattr(first_round, "CAUTIONS", cautions)
+        found[cautions] = trained(model, rounds, epsilon=3.0, engine=engine)[2]
+    careful, careless, best = found.values()
+    assert not torch.allclose(careful, careless)
+    records = records_of(model)
+    logits = [records.x @ theta.view(5, 3)[:4] + theta.view(5, 3)[4] for theta in (careful, careless, best)]
+    losses = [float(torch.nn.functional.cross_entropy(each, records.y)) for each in logits]
+    assert losses[2] <= min(losses[:2]) + 0.05

@@ -25,7 +25,12 @@ from sordino.rules.first_round import (
 )
 from sordino.rules.life_table import first_hazard
 
-COVARIANCE_SHARE = 0.1  # of mu squared, for A
+SHARE, SHARE_OF_ONE_ROUND = 0.1, 0.15  # of mu squared, for A; of survival, as much again for the life table
+
+
+def covariance_share(rounds: int) -> float:
+    """The part of mu squared for A in a run of few rounds that has no life table."""
+    return SHARE_OF_ONE_ROUND if rounds == 1 else SHARE
 
 
 class Steps(NamedTuple):
@@ -71,7 +76,8 @@ def few_round_stages(
     Raises:
         SordinoError: Survival is asked for at client level.
     """
-    spent = COVARIANCE_SHARE * (2 if intervals else 1)
+    share = covariance_share(rounds)
+    spent = 2 * SHARE if intervals else share
     own, steps = (1 - spent) / rounds, Steps(clip, most, prior, doubt)
     later: tuple[Query, ...] = (Query(Kind.GRADIENT, clip),)
     if unit is Unit.CLIENT:
@@ -81,7 +87,7 @@ def few_round_stages(
     if intervals:
         stage = _survival_stage(own, intervals, steps)
     else:
-        local, queries, units = gradient_and_gram(unit, clip, most, own, COVARIANCE_SHARE)
+        local, queries, units = gradient_and_gram(unit, clip, most, own, share)
         rule = first_step(part=1 / rounds, units=units, **steps._asdict())
         stage = Stage(local, rule, queries, rounds=1)
     if rounds == 1:
@@ -125,7 +131,7 @@ def _survival_stage(own: float, intervals: int, steps: Steps) -> Stage:
     def compute(ask: Ask, broadcast: Broadcast, memory: Tree, cache: Tree) -> SurvivalAnswers:
         return SurvivalAnswers(ask.tally(broadcast.theta), ask.gradient(broadcast.theta), ask.gram())
 
-    _, queries, _ = gradient_and_gram(Unit.RECORD, steps.clip, steps.most, own, COVARIANCE_SHARE)
-    table = Query(Kind.TALLY, 1.0, share=COVARIANCE_SHARE, psd=True)
+    _, queries, _ = gradient_and_gram(Unit.RECORD, steps.clip, steps.most, own, SHARE)
+    table = Query(Kind.TALLY, 1.0, share=SHARE, psd=True)
     rule = first_survival_step(intervals=intervals, first=first_hazard(intervals), **steps._asdict())
     return Stage(Local(compute, message=EMPTY_SURVIVAL_ANSWERS), rule, (table, *queries), rounds=1)

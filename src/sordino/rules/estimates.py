@@ -32,7 +32,7 @@ class Setting(NamedTuple):
     covariance_std: Tensor  # of the noise on A
     outputs: Tensor  # columns of theta
     residual: Tensor  # |p - y| at zero
-    careful: Tensor  # 1 where nothing corrects a step that goes too far: of quantities, and in the first of few rounds
+    careful: Tensor  # the part of the edge that hidden eigenvalues are at least: of quantities 1, of classes 0
     numeric: Tensor  # 1 if labels are quantities or counts, else 0
     mean_noise: Tensor  # variance of the noise on the mean of all gradients
     pull: Tensor  # the ridge over |u|^2

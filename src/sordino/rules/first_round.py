@@ -1,8 +1,9 @@
 """A model after one round, for runs of fewer rounds than `auto` has otherwise: A and a gradient are released together.
 
 The gradient at the first theta does not depend on A, so nothing is lost by releasing both in one round; A then says how
-far to step. For least squares this is regression from noised sufficient statistics. For classes it is the same on
-indicators of the classes, and where noise hides A it is noisy class means. Later rounds take `kalman` steps.
+far to step, as carefully as is expected to be best (`caution`). For least squares this is regression from noised
+sufficient statistics. For classes it is the same on indicators of the classes, and where noise hides A it is noisy
+class means. Later rounds take `kalman` steps.
 
 A survival model needs its life table too, and all three are released at its first constants, which are public. At the
 constants of the table the gradient of the constants is about 0. If features and time at risk are independent, moving
@@ -17,8 +18,18 @@ from typing import NamedTuple
 
 from sordino.core import Facts, Rule, Tree
 from sordino.lazy import Tensor, torch
-from sordino.rules.estimates import Setting, matrix_of, noise_variance, setting_of, spectrum, std_of, unmeasured
-from sordino.rules.kalman import KalmanState, SurvivalSetting, begun, growth_of, kalman
+from sordino.rules.caution import CAUTIONS, expected_loss, noised_eigenvalues
+from sordino.rules.estimates import (
+    Setting,
+    along,
+    matrix_of,
+    noise_variance,
+    setting_of,
+    spectrum,
+    std_of,
+    unmeasured,
+)
+from sordino.rules.kalman import KalmanState, SurvivalSetting, begun, growth_of, kalman, noise_over_signal
 from sordino.rules.life_table import CurvatureState, LifeTableState, estimate_hazard_curvature, release_life_table
 
 
@@ -84,6 +95,7 @@ def first_step(
         std = std_of(theta, facts, 0 if units else 1) * gram_unit
         variance = noise_variance(theta, facts, unit=gradient_unit)
         setting = setting_of(theta, facts, clip, std, variance * part)
+        # Of rates nothing is careful: later steps correct the first.
         setting = setting if facts.rates else setting._replace(careful=torch.ones_like(setting.careful))
         one = theta.new_ones(1)
         growth = growth_of(theta, facts)
@@ -96,7 +108,22 @@ def first_step(
         assert isinstance(setting, Setting)
         gradient, A = unpacked(answers, theta, units)
         value, V = spectrum(A, setting.covariance_std, most)
-        return steps.update(gradient, begun(state, value, V, setting, clip=clip, prior=prior), theta, t)
+
+        def start(careful: Tensor) -> KalmanState:
+            return begun(state, value, V, setting._replace(careful=careful), clip=clip, prior=prior)
+
+        scale = start(0 * setting.careful).curvature / value
+        noised, G = noised_eigenvalues(A, V), along(V, gradient)
+        best, least = setting.careful, torch.full_like(noised[..., :1], math.inf)
+        for caution in CAUTIONS:
+            tried = start(caution * setting.careful)
+            h = tried.curvature
+            damped = h * (1 + noise_over_signal(h, tried.variance, tried.noise))
+            K = 1 / (damped + tried.ridge if isinstance(tried.ridge, Tensor) else damped)
+            loss = expected_loss(K, noised, G, scale, setting.covariance_std, tried.noise).unsqueeze(-1)
+            best = torch.where(loss < least, caution * setting.careful, best)
+            least = least.minimum(loss)
+        return steps.update(gradient, start(best), theta, t)
 
     return Rule(init, update)
 

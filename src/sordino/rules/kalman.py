@@ -171,12 +171,12 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
             theta = theta + shift
         V, h, P, variance = state[:4]
         h, damping, secant = h * grown(V, h, theta, state.growth), state.damping, state.secant
-        noise = variance / (h.square() * P.clamp_min(MIN_VARIANCE))  # relative to the signal
         if isinstance(secant, Secant):
             secant = measured(secant, g, theta, V, h, variance)
             damping = damping + (secant.ratio - 2 * secant.information.rsqrt() - 1).clamp_min(0)
         if isinstance(state.ridge, Tensor):
             g, damping = g + state.ridge * weights_of(theta, V), damping + state.ridge / h
+        noise = noise_over_signal(h, P, variance)
         K = 1 / (h * (1 + damping + noise))
         if isinstance(state.spread, Spread):
             state = state._replace(spread=moved(state.spread, K, h, variance))
@@ -193,6 +193,11 @@ def kalman(*, clip: float, most: float, prior: float, doubt: float, part: float 
         return unshifted(theta, state)
 
     return Rule(init, update, broadcast=lambda state: state.centre, model=model)
+
+
+def noise_over_signal(h: Tensor, P: Tensor, variance: Tensor) -> Tensor:
+    """The variance of the noise on G over that of what it says of theta."""
+    return variance / (h.square() * P.clamp_min(MIN_VARIANCE))
 
 
 def has_risks(facts: Facts) -> bool:
@@ -234,7 +239,7 @@ def begun(
     length = value.sum(-1, keepdim=True).sqrt()  # root mean square of |u|
     # An eigenvalue below the edge may be as large as it: where it must, a step goes no further.
     edge = edge_of(setting.covariance_std.to(value), rows)
-    certain = torch.where(setting.careful > 0, value.maximum(edge), value)
+    certain = value.maximum(setting.careful * edge)
     h = trained * certain / outputs * cut_of(value, setting, clip)  # clipping lowers the curvature
     P = prior**2 * setting.weight / (rows * value)
     larger = raised(h, P, setting.mean_noise, setting.weight)
