@@ -25,9 +25,11 @@ from sordino.models.pretrained import LORA_VARIANTS
 
 TARGETS = (
     *("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin"),
-    *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj"),  # one layer for all three
+    *("query_proj", "key_proj", "value_proj", "attn.q", "attn.k", "attn.v"),  # of DeBERTa-v2 and v3, and of MPNet
+    *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv"),  # one layer for all three
 )
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
+POOLER = "pooler"  # beside a head, as in DeBERTa: its published weights lack it, so that it starts at random
 RATES = (
     "attention_dropout",
     "drop_prob",
@@ -303,7 +305,8 @@ def adapt(
       rank: of the adapters.
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs, in training mode. All other dropout is set to zero, because the base is frozen.
-      targets: last parts of the names of the linear layers to adapt; by default the projections to Q, K and V.
+      targets: last parts of the names of the linear layers to adapt, such as "query" or "output.dense"; by default the
+        projections to Q, K and V. Layers of the head are trained in full, and get no adapters.
       head: names, or last parts of names, of layers that are trained in full: a linear layer, or a module that contains
         some. By default these are called classifier, score, head, …, outside the attention. An empty list trains none.
       seed: of the first A.
@@ -314,7 +317,8 @@ def adapt(
       The same module.
 
     Raises:
-      SordinoError: an argument is out of its range, or no layer has the name of a target or head.
+      SordinoError: an argument is out of its range, or no layer has the name of a target or of the head. Of `targets`,
+        each must be the name of a layer.
     """
     if rank < 1 or not 0 <= dropout < 1 or not alpha > 0:
         raise SordinoError(
@@ -324,9 +328,7 @@ def adapt(
     module.requires_grad_(False)
     _still(module)
     linears = {name: m for name, m in module.named_modules() if _linear(m)}
-    targeted = [name for name in linears if _last(name, targets or TARGETS)]
-    if not targeted:
-        raise SordinoError(f"targets: no linear layer is named {', '.join(targets or TARGETS)}. {_candidates(linears)}")
+    targeted = _targeted(linears, targets, head)
     trained = _heads(module, linears, targeted, head)
     generator = torch.Generator().manual_seed(seed)
     for name in targeted:
@@ -336,6 +338,29 @@ def adapt(
         assert isinstance(layer, nn.Linear)
         _put(module, name, GroupedLinear(layer.weight, layer.bias))
     return module
+
+
+def _targeted(linears: dict[str, nn.Module], targets: Sequence[str] | None, head: Sequence[str] | None) -> list[str]:
+    """The linear layers that get adapters: those that end in a word of `targets`, without those of the head."""
+    if targets is None:
+        targeted = [name for name in linears if _last(name, TARGETS)]
+        if not targeted:
+            raise SordinoError(f"targets: no linear layer is named {', '.join(TARGETS)}. {_candidates(linears)}")
+        return targeted
+    outside = [name for name in linears if not _in_head(name, head)]
+    for word in targets or ("",):
+        if not any(_last(name, (word,)) for name in outside):
+            where = " outside the head, which is trained in full," if any(_last(name, (word,)) for name in linears) else ""
+            raise SordinoError(f"targets: no linear layer{where} is named '{word}'. {_candidates(outside)}")
+    return [name for name in outside if _last(name, targets)]
+
+
+def _in_head(name: str, head: Sequence[str] | None) -> bool:
+    """Whether a layer belongs to the head: by default, to what the network calls so at its top."""
+    parts = name.split(".")
+    if head is None:
+        return parts[0] in (*HEAD_NAMES, POOLER)
+    return any(_last(".".join(parts[: k + 1]), head) for k in range(len(parts)))
 
 
 def _heads(
@@ -350,6 +375,7 @@ def _heads(
         layers = {name.rpartition(".")[0] for name in targeted}
         layers |= {re.split(r"\.\d+\.", name)[0] for name in targeted if re.search(r"\.\d+\.", name)}
         tops = [name for name in names if _last(name, words) and not any(name.startswith(f"{o}.") for o in layers)]
+        tops += [name for name in names if tops and name == POOLER]
     else:
         tops = [name for name in names if _last(name, words)]
     heads = [

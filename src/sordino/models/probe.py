@@ -26,6 +26,12 @@ MEETS = (
     "axis is that of records, so recurrent layers and attention need batch_first=True."
 )
 
+SHARES = (
+    "module: the gradient of one row at {} depends on the other rows, which no clip bounds: the layer reads something "
+    "that serves all records, or has another axis before that of records. Freeze it, or leave it out of the targets of "
+    "the adapters."
+)
+
 
 class FlatModel(Protocol):
     """What the checks need of a model whose parameters are one flat vector (`torch_model.TorchModel`)."""
@@ -231,6 +237,53 @@ def check_apart(model: FlatModel) -> None:
         raise SordinoError(MEETS.format(_where(model, rows, run)))
 
 
+def check_terms(model: FlatModel, owned: Owned) -> None:
+    """Refuse a module whose gradient of one row, as its rules compute it, depends on other rows.
+
+    Outputs that do not depend on other rows are not enough: a layer may read a table that serves all rows, or have its
+    positions before its rows, and its rule then takes a part of what all rows give for that of one row. `agrees` finds
+    this in float64. Here it is found where that comparison is skipped, in the type of the run.
+
+    Args:
+      model: the model.
+      owned: the modules that own trained parameters.
+
+    Raises:
+      SordinoError: a gradient of one row changes with other rows, with the layer whose gradient does.
+    """
+    first = next(iter(model.trained.values()))
+    start = torch.cat([p.detach().flatten() for p in model.trained.values()])
+    params, rows = dict(model.split(_moved(start))), _rows_like(3, model.features).to(first)
+    labels = model.objective.labels_of(torch.arange(len(rows)) % max(2, model.outputs), first)
+    training, devices = model.module.training, [first.device] if first.is_cuda else []
+
+    def gradients(x: Tensor) -> dict[str, Tensor]:
+        x = model.shaped(x)
+        return per_example.gradients(model.module, params, x, labels, model.objective.total, owned)
+
+    model.module.train()
+    try:
+        with torch.random.fork_rng(devices), model.cast(first), watch.Still() if model.random else nullcontext():
+            before = gradients(rows)
+            again = gradients(rows)
+            steady = all(torch.equal(part.nan_to_num(), again[name].nan_to_num()) for name, part in before.items())
+            for keep, mix in _mixes(rows):
+                after = gradients(mix)
+                for name, part in before.items():
+                    one, other = part[keep].nan_to_num(), after[name][keep].nan_to_num()
+                    same = torch.equal(one, other) if steady else not _far(other, one, model.autocast is not None)
+                    if not same:
+                        raise SordinoError(SHARES.format(name))
+    except RuntimeError as error:
+        raise SordinoError(
+            f"module: gradients of single rows cannot be told apart ({str(error).splitlines()[0].rstrip('.')}). A "
+            "trained layer reads something else than one row per record, first of all axes; freeze it, or leave it "
+            "out of the targets of the adapters."
+        ) from error
+    finally:
+        model.module.train(training)
+
+
 def _check_seen(seen: watch.Watch, seeded: bool) -> None:
     """Refuse operations that let rows meet although few rows do not show it. seeded: the module seeds the generator."""
     if seen.shapes:
@@ -244,7 +297,7 @@ def _check_seen(seen: watch.Watch, seeded: bool) -> None:
             f"module: it reads a number of its rows into Python ({seen.read}), as in 'if x.mean() > 0', x.item() or "
             "x.numpy(). What is computed of one row then depends on the others, which no clip bounds. Use torch.where, "
             "row by row; convert data before training; for a distribution, set validate_args=False; and for a "
-            "Hugging Face network, make its mask with sordino.models.transformers.additive."
+            "Hugging Face network, make its mask with sordino.models.encoders.additive."
         )
     if seen.generator or seeded:
         raise SordinoError(
