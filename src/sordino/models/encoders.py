@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sordino.errors import SordinoError
 from sordino.models.lora import GroupedLinear, LoRALinear
 
 TOKEN_MASKS = ("DebertaForSequence", "DebertaV2ForSequence", "ModernBertForSequence")  # begin the names of classes
@@ -44,19 +45,35 @@ def wants_tokens(network: nn.Module) -> bool:
     return type(network).__name__.startswith(TOKEN_MASKS)
 
 
-def prepare(network: nn.Module) -> None:
+def prepare(network: nn.Module, autocast: torch.dtype | None = None) -> None:
     """Let a classifier of sequences compute each record on its own, in place. Other encoders stay as they are.
 
     Args:
       network: the classifier, before or after `lora.adapt`. Names and order of its parameters stay the same.
+      autocast: the type of the forward and backward passes.
+
+    Raises:
+      SordinoError: the installed `transformers` computes ModernBERT in another way, or an attention does not compute in
+        half precision.
     """
+    if autocast is not None and type(network).__name__.startswith("DebertaForSequence"):
+        raise SordinoError(
+            f"dtype: the attention of {type(network).__name__} (DisentangledSelfAttention) fails in "
+            f"{str(autocast).removeprefix('torch.')}, because it masks scores by a number of float32; use float32, or "
+            "a folder of DeBERTa-v2 or v3."
+        )
     for part in list(network.modules()):
         if type(part).__name__ == "DisentangledSelfAttention" and hasattr(part, "share_att_key"):
             part.__class__ = _recordwise(type(part))
     if type(network).__name__.startswith("ModernBertForSequence"):
         model: Any = network.get_submodule("model")
-        half = int(model.config.sliding_window)
-        model.register_forward_pre_hook(partial(_both_masks, half=half), with_kwargs=True)
+        half = getattr(model.config, "sliding_window", None)
+        if half is None or not hasattr(model.config, "layer_types"):
+            raise SordinoError(
+                "weights: this version of transformers makes the masks of ModernBERT's layers from all records "
+                "together; update transformers to 5.0 or later, or use BERT, DeBERTa or MPNet."
+            )
+        model.register_forward_pre_hook(partial(_both_masks, half=int(half)), with_kwargs=True)
 
 
 # ------------------------------------------------------------------------------------------------------- ModernBERT

@@ -143,7 +143,7 @@ def build(
     known = _padded(network, about.pad_token_id, length) if name == "sequence-lora" else None
     how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
     adapt(network, targets=targets, head=head, seed=seed, **how)
-    prepare(network)
+    prepare(network, autocast)
     pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
     module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
     if known is not None:
@@ -230,7 +230,7 @@ def _fits(length: int) -> Iterator[None]:
     """Errors of a classifier inside are answered with the length of the rows."""
     try:
         yield
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise SordinoError(
             f"weights: the classifier fails on rows of {length} tokens ({error}). With fewer positions, set length."
         ) from error
