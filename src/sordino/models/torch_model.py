@@ -20,6 +20,7 @@ from sordino.core import FLAT_CLIPPING, SAFETY, Blend, Clipping, Shard
 from sordino.errors import SordinoError, check_known
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.attention import by_linear_layers
 from sordino.models.compiled import Passes
 from sordino.models.cuda_graphs import GraphCache
 from sordino.models.linear import Loss
@@ -195,6 +196,8 @@ class TorchModel:
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
             chosen, self.mode = self.mode, "vmap"
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
+            if autocast is not None and not self._serves_half(first, groups=2):
+                self.vmap_records = 0  # torch.func does not serve it in this type
 
     def _fall_back(self, mode: str, odd: list[str]) -> None:
         """Take torch.func where the chosen mode computes other gradients than those of single examples."""
@@ -481,12 +484,15 @@ class TorchModel:
         """Which gradients are not stored in mode `tape`."""
         return per_example.half if self.autocast is not None and outer.pays(like) else per_example.light
 
-    def _serves_half(self, like: Tensor) -> bool:
-        """Whether a sum over two rows runs in the type of autocast."""
+    def _serves_half(self, like: Tensor, groups: int = 1) -> bool:
+        """Whether a sum over two rows runs in the type of autocast, for one theta or for groups with thetas of their
+        own."""
         x, y = torch.ones(2, self.features, device=like.device), torch.zeros(2, dtype=torch.long, device=like.device)
+        theta = self.init().to(like.device)
+        theta = theta if groups == 1 else theta.expand(groups, -1)
         try:
             with torch.random.fork_rng([like.device] if like.is_cuda else []):
-                self.clipped_sum(self.init().to(like.device), Shard(x, y, torch.ones(2, device=like.device)), 1.0)
+                self.clipped_sum(theta, Shard(x, y, torch.ones(2, device=like.device)), 1.0)
         except RuntimeError:
             return False
         return True
@@ -771,6 +777,7 @@ def _copied(module: nn.Module) -> nn.Module:
             "torch.nn.utils.parametrizations.weight_norm; other computed tensors are made in forward."
         ) from error
     unroll(module)
+    by_linear_layers(module)
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise SordinoError(
