@@ -44,7 +44,9 @@ def saved(kind, folder, **changes):
     transformers = pytest.importorskip("transformers", reason="pip install sordino[transformers]")
     torch.manual_seed(0)
     name, about = KINDS[kind]
-    sizes = {} if name in ("DistilBert", "GPT2") else language.SIZES | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = (
+        {} if name in ("DistilBert", "GPT2") else language.SIZES | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    )
     sizes |= {"vocab_size": WORDS, "num_labels": CLASSES, "pad_token_id": 0, "initializer_range": 0.3}
     sizes |= {} if name == "GPT2" else {"max_position_embeddings": 20}
     config = getattr(transformers, f"{name}Config")(**sizes | about | changes)
@@ -258,7 +260,7 @@ def test_a_mask_that_an_encoder_does_not_read_is_found_out(tmp_path, monkeypatch
     saved("ModernBert", tmp_path / "modern")
     monkeypatch.setattr(ours, "wants_tokens", lambda network: False)
     for kind in ("deberta", "modern"):
-        with pytest.raises(SordinoError, match="classifier (does not read padded texts|fails on rows of 9 tokens)"):
+        with pytest.raises(SordinoError, match=r"classifier (does not read padded texts|fails on rows of 9 tokens)"):
             built(tmp_path / kind)
 
 

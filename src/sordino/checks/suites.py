@@ -164,7 +164,9 @@ def check_attention(
         always, difference = apart(method, half, seed=seed), engines(method, half, seed=seed)
         for adjacency in Adjacency:
             wrong = sensitivity(*clips_by_the_last_layer(method, half), adjacency, trials=trials, seed=seed)
-            passing = [] if all(each.beyond for each in wrong) else [missed_mutant("sensitivity", clips_by_the_last_layer)]
+            passing = (
+                [] if all(each.beyond for each in wrong) else [missed_mutant("sensitivity", clips_by_the_last_layer)]
+            )
             for worst, missed in searched(method, [half], adjacency, trials, seed):
                 problems = [*always, *worst.problems, *missed, *passing]
                 numbers = (worst.claimed, worst.worst, difference)

@@ -1,8 +1,9 @@
 """`nn.MultiheadAttention` by linear layers, so that its matrices have the rule of a linear layer.
 
-PyTorch's layer reads its matrices by a function, which tells nothing of single examples. `torch.func` serves it, slowly,
-and not in half precision. `by_linear_layers` replaces such layers by a subclass that computes the same from the same
-parameters under the same names: the matrix of Q, K and V is one linear layer, and the projection of the outputs another.
+PyTorch's layer reads its matrices by a function, which tells nothing of single examples. `torch.func` serves it, more
+slowly, and not in half precision. `by_linear_layers` replaces such layers by a subclass that computes the same from the
+same parameters under the same names: the matrix of Q, K and V is one linear layer, and the projection of the outputs
+another.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class AttentionByLayers(nn.MultiheadAttention):
         parts = []
         if mask is not None:
             if mask.dim() == 3:
-                mask = mask.unflatten(0, (len(q), self.num_heads))
+                mask = mask.view(len(q), self.num_heads, *mask.shape[1:])
             parts.append(_added(mask, q))
         if padding is not None:
             parts.append(_added(padding[:, None, None], q))

@@ -2,9 +2,9 @@
 
 Most encoders read an additive mask of four axes (`additive`). Two kinds read padding in another way:
 
-- DeBERTa-v2 and v3 read which tokens are there (`wants_tokens`). Their attention also projects a table of relative
-  positions, by the matrices of Q and K (`share_att_key`), once for all records. The gradient of an adapter would then be
-  that of all records together. `prepare` lets each record project a table of its own: `RecordwiseAttention`. The
+- DeBERTa reads which tokens are there (`wants_tokens`). The attention of v2 and v3 also projects a table of relative
+  positions, by the matrices of Q and K (`share_att_key`), once for all records. The gradient of an adapter would then
+  be that of all records together. `prepare` lets each record project a table of its own: `RecordwiseAttention`. The
   numbers are the same.
 - ModernBERT has two masks, because some layers read a window of neighbours alone. `prepare` makes both, without the
   library's question whether any token is masked: that would be a branch that depends on all records.

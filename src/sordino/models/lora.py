@@ -350,7 +350,9 @@ def _targeted(linears: dict[str, nn.Module], targets: Sequence[str] | None, head
     outside = [name for name in linears if not _in_head(name, head)]
     for word in targets or ("",):
         if not any(_last(name, (word,)) for name in outside):
-            where = " outside the head, which is trained in full," if any(_last(name, (word,)) for name in linears) else ""
+            where = (
+                " outside the head, which is trained in full," if any(_last(name, (word,)) for name in linears) else ""
+            )
             raise SordinoError(f"targets: no linear layer{where} is named '{word}'. {_candidates(outside)}")
     return [name for name in outside if _last(name, targets)]
 

@@ -471,8 +471,8 @@ def _adapters(
     names = None if words is None else tuple(word.strip() for word in words)
     if names is not None and not (names and all(names)):
         raise SordinoError(
-            f"lora_targets: {targets!r} must name layers, as in lora_targets=query,value; without it adapters are on Q, "
-            "K and V."
+            f"lora_targets: {targets!r} must name layers, as in lora_targets=query,value; without it, Q, K and V get "
+            "adapters."
         )
     return {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant, "targets": names}
 

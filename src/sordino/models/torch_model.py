@@ -27,6 +27,7 @@ from sordino.models.linear import Loss
 from sordino.models.objective import EachLoss, Objective
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure
 from sordino.models.recurrent import unroll
+from sordino.models.validation import unvalidated
 
 MODES = ("auto", "tape", "two-pass", "vmap")
 CPU_CHUNK_BYTES = 2**29  # gradients and activations of one chunk
@@ -242,7 +243,9 @@ class TorchModel:
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of one example."""
-        return self.objective.total(self._outputs(theta, self.shaped(x)), self.objective.labels_of(y, theta).reshape(1))
+        outputs, label = self._outputs(theta, self.shaped(x)), self.objective.labels_of(y, theta).reshape(1)
+        with unvalidated():
+            return self.objective.total(outputs, label)
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """The predicted classes, as indices; or the predicted numbers."""
@@ -556,9 +559,11 @@ class TorchModel:
             )
         return x.reshape(-1, *self.shape)
 
-    def cast(self, theta: Tensor) -> Any:
+    @contextmanager
+    def cast(self, theta: Tensor) -> Iterator[None]:
         """The context of the forward pass, with or without autocast."""
-        return torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None)
+        with torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None), unvalidated():
+            yield
 
     def _rows(self, theta: Tensor, mode: str) -> int:
         """How many examples one pass takes."""

@@ -102,7 +102,9 @@ def build(
     capture: bool = False,
     **config: Any,
 ) -> TorchModel:
-    """A named transformer with adapters, by default on Q, K and V, and a trained head. Its blocks are those of DP-FedAdamW.
+    """A named transformer with adapters, by default on Q, K and V, and a trained head.
+
+    Its blocks are those of DP-FedAdamW.
 
     Args:
       name: a key of `TRANSFORMERS`.
@@ -179,9 +181,7 @@ def build(
     return flat
 
 
-def _blocks(
-    trained: Sequence[tuple[str, tuple[int, ...]]], heads: int | Sequence[int], named: bool
-) -> Tensor:
+def _blocks(trained: Sequence[tuple[str, tuple[int, ...]]], heads: int | Sequence[int], named: bool) -> Tensor:
     """The blocks of the trained parameters: by heads; one per tensor if layers are named and Q, K and V not among them
     in every layer."""
     try:
@@ -219,9 +219,9 @@ def _check_mask(module: Rows, known: _Padded) -> None:
     theirs = known.logits
     if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
         raise SordinoError(
-            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, ELECTRA, "
-            "MPNet, DeBERTa, ModernBERT and the like); models that read tokens in order are not served as classifiers, "
-            "but see causal.build."
+            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, "
+            "ELECTRA, MPNet, DeBERTa, ModernBERT and the like); models that read tokens in order are not served as "
+            "classifiers, but see causal.build."
         )
 
 

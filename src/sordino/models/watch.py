@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if place not in self._from_rows:
             self._from_rows.add(place)
             if place != id(tensor):
-                self._weak.append(StorageWeakRef(tensor.untyped_storage()))
+                self._weak.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._reads.__enter__()  # type: ignore[no-untyped-call]
