@@ -208,6 +208,14 @@ def test_targets_name_the_layers_with_adapters_and_are_stated_in_the_files(tmp_p
     torch.testing.assert_close(model.logits(theta, ids.float()), by_the_library(theirs, ids), rtol=1e-4, atol=1e-4)
 
 
+def test_the_pooler_of_deberta_belongs_to_its_head(tmp_path):
+    for kind, targets, trained in (("DebertaV2", "query_proj,dense", True), ("Bert", "query,dense", False)):
+        saved(kind, tmp_path / kind)
+        model = built(tmp_path / kind, lora_targets=targets)
+        assert any(name.endswith("pooler.dense.weight") for name in model.trained) == trained
+        assert any("pooler.dense.adapter" in name for name in model.trained) != trained
+
+
 def test_without_targets_adapters_are_on_q_k_and_v(tmp_path):
     saved("Bert", tmp_path)
     assert list(built(tmp_path).trained) == list(built(tmp_path, lora_targets="query,key,value").trained)

@@ -29,7 +29,6 @@ TARGETS = (
     *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv"),  # one layer for all three
 )
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
-POOLER = "pooler"  # beside a head, as in DeBERTa: its published weights lack it, so that it starts at random
 RATES = (
     "attention_dropout",
     "drop_prob",
@@ -328,7 +327,7 @@ def adapt(
     module.requires_grad_(False)
     _still(module)
     linears = {name: m for name, m in module.named_modules() if _linear(m)}
-    targeted = _targeted(linears, targets, head)
+    targeted = _targeted(module, linears, targets, head)
     trained = _heads(module, linears, targeted, head)
     generator = torch.Generator().manual_seed(seed)
     for name in targeted:
@@ -340,14 +339,17 @@ def adapt(
     return module
 
 
-def _targeted(linears: dict[str, nn.Module], targets: Sequence[str] | None, head: Sequence[str] | None) -> list[str]:
+def _targeted(
+    module: nn.Module, linears: dict[str, nn.Module], targets: Sequence[str] | None, head: Sequence[str] | None
+) -> list[str]:
     """The linear layers that get adapters: those that end in a word of `targets`, without those of the head."""
     if targets is None:
         targeted = [name for name in linears if _last(name, TARGETS)]
         if not targeted:
             raise SordinoError(f"targets: no linear layer is named {', '.join(TARGETS)}. {_candidates(linears)}")
         return targeted
-    outside = [name for name in linears if not _in_head(name, head)]
+    tops = _head_names(module)
+    outside = [name for name in linears if not (name.split(".")[0] in tops if head is None else _inside(name, head))]
     for word in targets or ("",):
         if not any(_last(name, (word,)) for name in outside):
             where = (
@@ -357,19 +359,22 @@ def _targeted(linears: dict[str, nn.Module], targets: Sequence[str] | None, head
     return [name for name in outside if _last(name, targets)]
 
 
-def _in_head(name: str, head: Sequence[str] | None) -> bool:
-    """Whether a layer belongs to the head: by default, to what the network calls so at its top."""
+def _inside(name: str, words: Sequence[str]) -> bool:
+    """Whether a layer is what one of the words names, or lies inside of it."""
     parts = name.split(".")
-    if head is None:
-        return parts[0] in (*HEAD_NAMES, POOLER)
-    return any(_last(".".join(parts[: k + 1]), head) for k in range(len(parts)))
+    return any(_last(".".join(parts[: k + 1]), words) for k in range(len(parts)))
+
+
+def _head_names(module: nn.Module) -> tuple[str, ...]:
+    """What a network calls its head. Published weights of DeBERTa lack the pooler, so that it starts at random."""
+    return (*HEAD_NAMES, "pooler") if type(module).__name__.startswith("Deberta") else HEAD_NAMES
 
 
 def _heads(
     module: nn.Module, linears: dict[str, nn.Module], targeted: Sequence[str], head: Sequence[str] | None
 ) -> list[str]:
     """The linear layers inside the modules that `head` names, without adapted ones."""
-    words = HEAD_NAMES if head is None else tuple(head)
+    words = _head_names(module) if head is None else tuple(head)
     if not words:
         return []
     names = dict(module.named_modules())
@@ -377,7 +382,6 @@ def _heads(
         layers = {name.rpartition(".")[0] for name in targeted}
         layers |= {re.split(r"\.\d+\.", name)[0] for name in targeted if re.search(r"\.\d+\.", name)}
         tops = [name for name in names if _last(name, words) and not any(name.startswith(f"{o}.") for o in layers)]
-        tops += [name for name in names if tops and name == POOLER]
     else:
         tops = [name for name in names if _last(name, words)]
     heads = [
