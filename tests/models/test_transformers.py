@@ -132,6 +132,17 @@ def test_gradients_of_texts_are_those_of_autograd(kind, tmp_path):
     assert all(float(part.abs().max()) > 0 for part in want.values())
 
 
+@pytest.mark.parametrize("kind", NEW)
+def test_clients_with_their_own_adapters_share_a_pass(kind, tmp_path):
+    network = saved(kind, tmp_path)
+    module = copy.deepcopy(module_of(built(tmp_path, lora_dropout=0.0))).double().eval()
+    params, x, y = moved(module, clients=2), rows(network).double(), torch.arange(4) % CLASSES
+    together = per_example.gradients(module, params, torch.cat([x, x.flip(0)]), torch.cat([y, y.flip(0)]), summed)
+    for k, (texts, labels) in enumerate(((x, y), (x.flip(0), y.flip(0)))):
+        alone = per_example.gradients(module, {key: p[k] for key, p in params.items()}, texts, labels, summed)
+        assert far({key: part[4 * k : 4 * k + 4] for key, part in together.items()}, alone) < 1e-9
+
+
 @pytest.mark.parametrize("buckets", [4, 6])
 def test_a_table_of_positions_that_all_texts_share_is_refused(buckets, tmp_path, monkeypatch):
     """DeBERTa as the library has it: 2 x 6 rows are a multiple of three records, and 2 x 4 are not."""
