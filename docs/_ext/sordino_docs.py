@@ -497,6 +497,7 @@ MEANINGS = {
     "lora_rank": "rank of the adapters of a transformer",
     "lora_alpha": "scale of the adapters",
     "lora_dropout": "dropout of the adapters",
+    "lora_targets": "last parts of the names of the layers that get adapters, as in `query,value` (default: Q, K, V)",
     "lora_variant": "what a round trains of the adapters: lora, freeze-a, alternating or fedsvd",
     "edges": "edges of the intervals of time; a schema gives them",
     "trees": "number of trees",

@@ -1,6 +1,7 @@
 """Text as rows of token ids."""
 
 import gzip
+import json
 
 import numpy as np
 import pytest
@@ -144,6 +145,22 @@ def test_the_model_of_a_table_predicts_from_tables_and_lines(folder, tmp_path):
     np.testing.assert_allclose(model.predict_proba(tmp_path / "lines.txt"), want)
     np.testing.assert_allclose(model.predict_proba(data)[:2], want, rtol=1e-6)
     assert np.array_equal(model.encode(lines), text.tokenize(lines, 12, folder))
+
+
+@pytest.mark.parametrize("targets", ["query,output.dense", ["query", "output.dense"]])
+def test_a_run_states_the_layers_with_adapters_and_is_loaded_with_them(targets, folder, tmp_path):
+    out, data = tmp_path / "out", language.reviews(tmp_path / "reviews.csv")
+    prepared = run.prepare(Spec.of(values(folder, data, seed=1, model="sequence-lora", lora_targets=targets)))
+    run.start(prepared, out)
+    run.finish(prepared, out, list(run.rounds(prepared, out)))
+    stated = json.loads((out / "public" / "adapter" / "adapter_config.json").read_text())["target_modules"]
+    layer = "roberta.encoder.layer.0."
+    assert stated == [f"{layer}{name}" for name in ("attention.self.query", "attention.output.dense", "output.dense")]
+    assert load_run(out).model.size == prepared.model.size
+    with pytest.raises(
+        SordinoError, match=r"lora_targets: no linear layer is named 'wq'\. Linear layers here: roberta"
+    ):
+        run.prepare(Spec.of(values(folder, data, lora_targets="wq")))
 
 
 def test_clients_of_a_table_are_named_by_a_column(folder, tmp_path):

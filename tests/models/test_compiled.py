@@ -40,6 +40,19 @@ def recurrent():
     return Recurrent(), (3, 6), torch.randn(12, 18)
 
 
+class Attends(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend, self.head = nn.MultiheadAttention(6, 2, batch_first=True), nn.Linear(18, 3)
+
+    def forward(self, x):
+        return self.head(self.attend(x, x, x, need_weights=False)[0].flatten(1))
+
+
+def attends():
+    return Attends(), (3, 6), torch.randn(12, 18)
+
+
 def blocks():
     """Convolutions of 64 channels, as the copy engine serves them: the second one reads every second pixel."""
     net = nn.Sequential(nn.Conv2d(3, 64, 3, 1, 1), nn.ReLU(), Block(64, 64, 2), nn.Flatten(), nn.Linear(256, 3))
@@ -56,7 +69,7 @@ def traces(monkeypatch):
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("make", [images, texts, adapted, recurrent, blocks])
+@pytest.mark.parametrize("make", [images, texts, adapted, recurrent, attends, blocks])
 def test_a_trace_gives_the_same_sums(make, autocast, traces, monkeypatch):
     torch.manual_seed(0)
     net, shape, x = make()

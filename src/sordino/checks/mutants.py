@@ -132,8 +132,18 @@ def clips_every_layer_to_the_clip(method: Method, model: Any) -> tuple[Method, A
 
 def normalises_by_the_last_layer(method: Method, model: Any) -> tuple[Method, Any]:
     """A gradient is divided by the norm of its part in the last layer alone, plus gamma."""
-    last = slice(model.size - sum(model.trained[name].numel() for name in model.layers[-1]), None)
     gamma = method.stages[0].queries[0].clipping.gamma
+    return method, _measured_in_the_last_layer(model, lambda clip, norm: clip / (norm + gamma))
+
+
+def clips_by_the_last_layer(method: Method, model: Any) -> tuple[Method, Any]:
+    """A gradient is clipped by the norm of its part in the last layer alone."""
+    return method, _measured_in_the_last_layer(model, lambda clip, norm: (clip / norm).clamp(max=1))
+
+
+def _measured_in_the_last_layer(model: Any, factor: Callable[[float, Tensor], Tensor]) -> Any:
+    """A model that multiplies each gradient by a factor that follows from the norm of its last layer."""
+    last = slice(model.size - sum(model.trained[name].numel() for name in model.layers[-1]), None)
 
     def total(name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, **how: Any) -> Tensor:
         terms = []
@@ -141,10 +151,10 @@ def normalises_by_the_last_layer(method: Method, model: Any) -> tuple[Method, An
             rows = slice(first, first + shard.per_person)
             x, y, mask = shard.x[..., rows, :], shard.y[..., rows], shard.mask[..., rows]
             g = inner(theta, Shard(x, y, mask, None, shard.per_person), UNCLIPPED)
-            terms.append(g * clip / (g[..., last].norm(dim=-1, keepdim=True) + gamma))
+            terms.append(g * factor(clip, g[..., last].norm(dim=-1, keepdim=True)))
         return torch.stack(terms).sum(0)
 
-    return method, Through(model, ("clipped_sum",), total)
+    return Through(model, ("clipped_sum",), total)
 
 
 def leaves_the_fisher_matrix_unclipped(method: Method, model: Any) -> tuple[Method, Any]:

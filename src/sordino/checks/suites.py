@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from sordino.checks.contracts import engines, replay
+from sordino.checks.contracts import apart, engines, replay
+from sordino.checks.fixtures import Through
 from sordino.checks.language import clips_every_token, small_language
 from sordino.checks.mutants import (
     OF_CLIPPINGS,
+    clips_by_the_last_layer,
     refactors_by_records,
     sends_the_frozen_factor,
     weighed_records,
     weighs_beyond_the_clip,
 )
-from sordino.checks.report import Report, apart_engines, missed_mutant, rejecting, reports_of
-from sordino.checks.search import TRIALS
+from sordino.checks.report import Report, apart_engines, missed_mutant, rejecting, reports_of, searched
+from sordino.checks.search import TRIALS, sensitivity
 from sordino.checks.streams import MECHANISMS, missed_mutants, streams
-from sordino.core import Clipping, Unit
+from sordino.core import Adjacency, Clipping, Unit
 from sordino.methods import entry
 from sordino.methods.adapters import with_adapters
 from sordino.methods.calibration import calibrated
@@ -31,6 +34,7 @@ from sordino.models.torch_model import TorchModel
 
 # The names of `SUITES` in reports and for `sordino check`.
 ADAPTERS = "adapters"  # the variants of low-rank adapters
+ATTENTION = "attention"  # `nn.MultiheadAttention`, in bfloat16 too
 CALIBRATE = "calibrate"  # calibrated intercepts
 CLIPPING = "clipping"  # the laws of clipping of networks
 SEQUENCES = "sequences"  # causal language models
@@ -135,6 +139,41 @@ def check_clipping(
     return reports
 
 
+def check_attention(
+    name: str = ATTENTION, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
+) -> list[Report]:
+    """Run all contracts on DP-FedGD with `nn.MultiheadAttention`, in float64 and in bfloat16.
+
+    There is one more mutant: a gradient is clipped by the norm of the layer after the attention. In bfloat16 the
+    engines may differ by what float32 rounds, so that only the search and the contract `apart` decide there.
+
+    Args:
+      name: the name that reports show, before the type.
+      trials: restarts of the search for one query.
+      seed: seed of the search.
+      units: the protected units.
+
+    Returns:
+      One report per unit, type, noised query and adjacency.
+    """
+    reports: list[Report] = []
+    for unit in units:
+        method = entry("dp-fedgd").at(unit)
+        reports += rejecting(clips_by_the_last_layer, name, method, small_attention(), trials, seed)
+        half, named = in_bfloat16(small_attention(torch.bfloat16)), f"{name} bfloat16"
+        always, difference = apart(method, half, seed=seed), engines(method, half, seed=seed)
+        for adjacency in Adjacency:
+            wrong = sensitivity(*clips_by_the_last_layer(method, half), adjacency, trials=trials, seed=seed)
+            passing = (
+                [] if all(each.beyond for each in wrong) else [missed_mutant("sensitivity", clips_by_the_last_layer)]
+            )
+            for worst, missed in searched(method, [half], adjacency, trials, seed):
+                problems = [*always, *worst.problems, *missed, *passing]
+                numbers = (worst.claimed, worst.worst, difference)
+                reports.append(Report(named, unit, adjacency, worst.query, *numbers, not problems, problems))
+    return reports
+
+
 def check_sequences(
     name: str = SEQUENCES, *, trials: int = TRIALS, seed: int = 0, units: Sequence[Unit] = (Unit.RECORD, Unit.PERSON)
 ) -> list[Report]:
@@ -231,6 +270,35 @@ def small_adapters(variant: str) -> TorchModel:
         return TorchModel(adapt(_Adaptable(), rank=2, dropout=0.0, variant=variant), shape=(3,))
 
 
+class _Attends(torch.nn.Module):
+    """An attention over two positions of two numbers each, and a linear layer for two classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attend = torch.nn.MultiheadAttention(2, 1, batch_first=True)
+        self.head = torch.nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.attend(x, x, x, need_weights=False)[0].flatten(1))
+        return scores
+
+
+def small_attention(autocast: torch.dtype | None = None) -> TorchModel:
+    """A small network with PyTorch's attention."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return TorchModel(_Attends(), shape=(2, 2), autocast=autocast)
+
+
+def in_bfloat16(model: TorchModel) -> Any:
+    """The model, whose sums are those of float32 parameters: float64 ones, as in a search, take no part in autocast."""
+
+    def total(name: str, inner: Callable[..., torch.Tensor], theta: torch.Tensor, *args: Any, **how: Any) -> Any:
+        return inner(theta.float(), *args, **how)
+
+    return Through(model, ("clipped_sum",), total)
+
+
 def small_network() -> TorchModel:
     """Two layers, for records of three features and two classes."""
     with torch.random.fork_rng(devices=[]):
@@ -247,4 +315,5 @@ SUITES: dict[str, Callable[[str], list[Report]]] = {
     SEQUENCES: check_sequences,
     STREAMS: check_streams,
     ADAPTERS: check_adapters,
+    ATTENTION: check_attention,
 }

@@ -25,7 +25,8 @@ from sordino.models.pretrained import LORA_VARIANTS
 
 TARGETS = (
     *("query", "key", "value", "q_proj", "k_proj", "v_proj", "q_lin", "k_lin", "v_lin"),
-    *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj"),  # one layer for all three
+    *("query_proj", "key_proj", "value_proj", "attn.q", "attn.k", "attn.v"),  # of DeBERTa-v2 and v3, and of MPNet
+    *("qkv", "in_proj", "c_attn", "query_key_value", "qkv_proj", "Wqkv"),  # one layer for all three
 )
 HEAD_NAMES = ("classifier", "score", "head", "out_proj", "pre_classifier", "fc")
 RATES = (
@@ -303,7 +304,8 @@ def adapt(
       rank: of the adapters.
       alpha: the adapters are scaled by alpha / rank.
       dropout: of the adapters' inputs, in training mode. All other dropout is set to zero, because the base is frozen.
-      targets: last parts of the names of the linear layers to adapt; by default the projections to Q, K and V.
+      targets: last parts of the names of the linear layers to adapt, such as "query" or "output.dense"; by default the
+        projections to Q, K and V. Layers of the head are trained in full, and get no adapters.
       head: names, or last parts of names, of layers that are trained in full: a linear layer, or a module that contains
         some. By default these are called classifier, score, head, …, outside the attention. An empty list trains none.
       seed: of the first A.
@@ -314,7 +316,8 @@ def adapt(
       The same module.
 
     Raises:
-      SordinoError: an argument is out of its range, or no layer has the name of a target or head.
+      SordinoError: an argument is out of its range, or no layer has the name of a target or of the head. Of `targets`,
+        each must be the name of a layer.
     """
     if rank < 1 or not 0 <= dropout < 1 or not alpha > 0:
         raise SordinoError(
@@ -324,9 +327,7 @@ def adapt(
     module.requires_grad_(False)
     _still(module)
     linears = {name: m for name, m in module.named_modules() if _linear(m)}
-    targeted = [name for name in linears if _last(name, targets or TARGETS)]
-    if not targeted:
-        raise SordinoError(f"targets: no linear layer is named {', '.join(targets or TARGETS)}. {_candidates(linears)}")
+    targeted = _targeted(module, linears, targets, head)
     trained = _heads(module, linears, targeted, head)
     generator = torch.Generator().manual_seed(seed)
     for name in targeted:
@@ -338,11 +339,42 @@ def adapt(
     return module
 
 
+def _targeted(
+    module: nn.Module, linears: dict[str, nn.Module], targets: Sequence[str] | None, head: Sequence[str] | None
+) -> list[str]:
+    """The linear layers that get adapters: those that end in a word of `targets`, without those of the head."""
+    if targets is None:
+        targeted = [name for name in linears if _last(name, TARGETS)]
+        if not targeted:
+            raise SordinoError(f"targets: no linear layer is named {', '.join(TARGETS)}. {_candidates(linears)}")
+        return targeted
+    tops = _head_names(module)
+    outside = [name for name in linears if not (name.split(".")[0] in tops if head is None else _inside(name, head))]
+    for word in targets or ("",):
+        if not any(_last(name, (word,)) for name in outside):
+            where = (
+                " outside the head, which is trained in full," if any(_last(name, (word,)) for name in linears) else ""
+            )
+            raise SordinoError(f"targets: no linear layer{where} is named '{word}'. {_candidates(outside)}")
+    return [name for name in outside if _last(name, targets)]
+
+
+def _inside(name: str, words: Sequence[str]) -> bool:
+    """Whether a layer is what one of the words names, or lies inside of it."""
+    parts = name.split(".")
+    return any(_last(".".join(parts[: k + 1]), words) for k in range(len(parts)))
+
+
+def _head_names(module: nn.Module) -> tuple[str, ...]:
+    """What a network calls its head. Published weights of DeBERTa lack the pooler, so that it starts at random."""
+    return (*HEAD_NAMES, "pooler") if type(module).__name__.startswith("Deberta") else HEAD_NAMES
+
+
 def _heads(
     module: nn.Module, linears: dict[str, nn.Module], targeted: Sequence[str], head: Sequence[str] | None
 ) -> list[str]:
     """The linear layers inside the modules that `head` names, without adapted ones."""
-    words = HEAD_NAMES if head is None else tuple(head)
+    words = _head_names(module) if head is None else tuple(head)
     if not words:
         return []
     names = dict(module.named_modules())

@@ -18,12 +18,19 @@ from sordino.errors import SordinoError
 from sordino.models import per_example, watch
 from sordino.models.objective import Objective
 from sordino.models.per_example import Owned, Use
+from sordino.models.validation import unvalidated
 
 # How far, of the largest output, those of one row may differ by its place and the number of rows.
 LOOSE, LOOSE_HALVES = 0.01, 0.1
 MEETS = (
     "module: its output for one row depends on the other rows{}, which no clip bounds; keep rows separate. The first "
     "axis is that of records, so recurrent layers and attention need batch_first=True."
+)
+
+SHARES = (
+    "module: the gradient of one row at {} depends on the other rows, which no clip bounds: the layer reads something "
+    "that serves all records, or has another axis before that of records. Freeze it, or leave it out of the targets of "
+    "the adapters."
 )
 
 
@@ -172,7 +179,6 @@ def check_apart(model: FlatModel) -> None:
     training = model.module.training
 
     objective = model.objective
-    labels = objective.labels_of(torch.arange(len(rows)) % max(2, model.outputs), first)
 
     def returned(x: Tensor, *, train: bool = True, rewind: bool = True, copied: bool = True) -> Any:
         if rewind:
@@ -191,6 +197,7 @@ def check_apart(model: FlatModel) -> None:
         with torch.no_grad(), device, model.cast(first):
             replay = watch.Replay(first.device)
             before = run(rows)
+            labels = _labels(model, returned(rows), first)
             held = watch.state(model.module)
             steady = equal(before, run(rows))  # on a GPU kernels may add in any order
             kept = watch.changes(held, watch.state(model.module))
@@ -231,6 +238,63 @@ def check_apart(model: FlatModel) -> None:
         raise SordinoError(MEETS.format(_where(model, rows, run)))
 
 
+def check_terms(model: FlatModel, owned: Owned) -> None:
+    """Refuse a module whose gradient of one row, as its rules compute it, depends on other rows.
+
+    Outputs that do not depend on other rows are not enough: a layer may read a table that serves all rows, or have its
+    positions before its rows, and its rule then takes a part of what all rows give for that of one row. `agrees` finds
+    this in float64. Here it is found where that comparison is skipped, in the type of the run.
+
+    Args:
+      model: the model.
+      owned: the modules that own trained parameters.
+
+    Raises:
+      SordinoError: a gradient of one row changes with other rows, with the layer whose gradient does.
+    """
+    first = next(iter(model.trained.values()))
+    start = torch.cat([p.detach().flatten() for p in model.trained.values()])
+    params, rows = dict(model.split(_moved(start))), _rows_like(3, model.features).to(first)
+    training, devices = model.module.training, [first.device] if first.is_cuda else []
+
+    def gradients(x: Tensor) -> dict[str, Tensor]:
+        x = model.shaped(x)
+        return per_example.gradients(model.module, params, x, labels, model.objective.total, owned)
+
+    model.module.train()
+    try:
+        with torch.random.fork_rng(devices), model.cast(first), watch.Still() if model.random else nullcontext():
+            with torch.no_grad():
+                labels = _labels(model, functional_call(model.module, params, (model.shaped(rows),)), first)
+            before = gradients(rows)
+            again = gradients(rows)
+            steady = all(torch.equal(part.nan_to_num(), again[name].nan_to_num()) for name, part in before.items())
+            for keep, mix in _mixes(rows):
+                after = gradients(mix)
+                for name, part in before.items():
+                    one, other = part[keep].nan_to_num(), after[name][keep].nan_to_num()
+                    same = torch.equal(one, other) if steady else not _far(other, one, model.autocast is not None)
+                    if not same:
+                        raise SordinoError(SHARES.format(name))
+    except RuntimeError as error:
+        raise SordinoError(
+            f"module: gradients of single rows cannot be told apart ({str(error).splitlines()[0].rstrip('.')}). A "
+            "trained layer reads something else than one row per record, first of all axes; freeze it, or leave it "
+            "out of the targets of the adapters."
+        ) from error
+    finally:
+        model.module.train(training)
+
+
+def _labels(model: FlatModel, outputs: Any, like: Tensor) -> Tensor:
+    """Labels for three rows that are in the support of the loss, if one of some choices is: a loss that is infinite
+    shows nothing."""
+    objective, usual = model.objective, torch.arange(3) % max(2, model.outputs)
+    choices = [usual] if objective.labels == "classes" else [usual, usual + 1, 0.25 + usual / (2 * model.outputs)]
+    labels = [objective.labels_of(choice, like) for choice in choices]
+    return next((y for y in labels if objective.losses(outputs, y).isfinite().all()), labels[0])
+
+
 def _check_seen(seen: watch.Watch, seeded: bool) -> None:
     """Refuse operations that let rows meet although few rows do not show it. seeded: the module seeds the generator."""
     if seen.shapes:
@@ -243,8 +307,9 @@ def _check_seen(seen: watch.Watch, seeded: bool) -> None:
         raise SordinoError(
             f"module: it reads a number of its rows into Python ({seen.read}), as in 'if x.mean() > 0', x.item() or "
             "x.numpy(). What is computed of one row then depends on the others, which no clip bounds. Use torch.where, "
-            "row by row; convert data before training; for a distribution, set validate_args=False; and for a "
-            "Hugging Face network, make its mask with sordino.models.transformers.additive."
+            "row by row; convert data before training; leave validate_args=True of a distribution out; in place of "
+            "gaussian_nll_loss, take -torch.distributions.Normal(mean, var.sqrt()).log_prob(y); and for a Hugging Face "
+            "network, make its mask with sordino.models.encoders.additive."
         )
     if seen.generator or seeded:
         raise SordinoError(
@@ -307,6 +372,7 @@ def _far(one: Tensor, other: Tensor, halves: bool) -> bool:
     return not torch.allclose(one, other, 0.0, most, equal_nan=True)
 
 
+@unvalidated()
 def agrees(model: FlatModel) -> bool:
     """Whether the sum of the chosen mode agrees with autograd row by row, on three rows in float64.
 
@@ -319,7 +385,6 @@ def agrees(model: FlatModel) -> bool:
             part.dropout = 0.0
     theta = _moved(torch.cat([p.detach().flatten().double() for p in model.trained.values()]))
     x, objective = _signed(model, module, theta), model.objective
-    y = objective.labels_of(torch.arange(3) % max(2, model.outputs), theta)
     params = {name: part.requires_grad_() for name, part in model.split(theta).items()}
 
     def run(rows: Tensor) -> Any:
@@ -332,6 +397,7 @@ def agrees(model: FlatModel) -> bool:
             alone = [run(row) for row in x]
             with torch.no_grad():
                 together = run(x)
+                y = _labels(model, together, theta)
             rows = [_gradient(objective.total(z, k.reshape(1)), params) for z, k in zip(alone, y, strict=True)]
         except RuntimeError as error:
             raise SordinoError(

@@ -214,12 +214,12 @@ def unroll(module: nn.Module) -> None:
         if type(part) in STEPWISE and any(p.requires_grad for p in part.parameters(recurse=False)):
             found = dict(part.named_parameters(recurse=False))
             weights = [name.removeprefix("weight_") for name in found if name.startswith("weight_")]
-            matrices = {name: _tied(found[f"weight_{name}"], found.get(f"bias_{name}")) for name in weights}
+            matrices = {name: tied(found[f"weight_{name}"], found.get(f"bias_{name}")) for name in weights}
             part.__class__ = STEPWISE[type(part)]
             part.matrices = nn.ModuleDict(matrices)
 
 
-def _tied(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
+def tied(weight: nn.Parameter, bias: nn.Parameter | None) -> nn.Linear:
     """A linear layer whose parameters are these objects."""
     outputs, inputs = weight.shape
     layer = nn.Linear(inputs, outputs, bias=bias is not None, device="meta")

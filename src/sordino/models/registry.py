@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -365,13 +366,15 @@ def _text_transformer(
     lora_dropout: float = 0.1,
     lora_variant: str = "lora",
     lora_every: int = 1,
+    lora_targets: tuple[str, ...] | str | None = None,
 ) -> TorchModel:
     from sordino.models import transformers
 
     _needs_classes(name, classes)
-    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every, lora_targets)
     how |= {"length": features, "seed": seed, "autocast": autocast}
-    return transformers.build(name, classes=classes, weights=weights, **how)
+    with _keys_of_a_run():
+        return transformers.build(name, classes=classes, weights=weights, **how)
 
 
 def _image_transformer(
@@ -387,6 +390,7 @@ def _image_transformer(
     lora_dropout: float = 0.1,
     lora_variant: str = "lora",
     lora_every: int = 1,
+    lora_targets: tuple[str, ...] | str | None = None,
     image: str | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
@@ -395,9 +399,10 @@ def _image_transformer(
     images.fitting(name, image, features)  # before weights are loaded
     from sordino.models import transformers
 
-    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every, lora_targets)
     how |= {"image": image, "mean": mean, "std": std, "seed": seed, "autocast": autocast}
-    return transformers.build(name, classes=classes, weights=weights, **how)
+    with _keys_of_a_run():
+        return transformers.build(name, classes=classes, weights=weights, **how)
 
 
 for _name, _kind in TRANSFORMERS.items():
@@ -426,6 +431,7 @@ def _causal(
     lora_dropout: float = 0.1,
     lora_variant: str = "lora",
     lora_every: int = 1,
+    lora_targets: tuple[str, ...] | str | None = None,
 ) -> TorchModel:
     if classes:
         raise SordinoError("model: causal-lora learns text and no classes; use sequence-lora, or leave label out.")
@@ -433,8 +439,9 @@ def _causal(
         raise SordinoError(NO_WEIGHTS)
     from sordino.models import causal
 
-    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every)
-    return causal.build(weights, length=features, seed=seed, autocast=autocast, **how)
+    how = _adapters(lora_rank, lora_alpha, lora_dropout, lora_variant, lora_every, lora_targets)
+    with _keys_of_a_run():
+        return causal.build(weights, length=features, seed=seed, autocast=autocast, **how)
 
 
 register(
@@ -450,12 +457,35 @@ register(
 )
 
 
-def _adapters(rank: int, alpha: float, dropout: float, variant: str, every: int) -> dict[str, Any]:
-    """The options of adapters as `transformers.build` names them. How A and B take turns is a matter of the method."""
+def _adapters(
+    rank: int, alpha: float, dropout: float, variant: str, every: int, targets: tuple[str, ...] | str | None
+) -> dict[str, Any]:
+    """The options of adapters as `transformers.build` names them. How A and B take turns is a matter of the method.
+
+    Targets are the last parts of the names of layers, in one text with commas or one by one; None are Q, K and V.
+    """
     check_known("lora_variant", variant, LORA_VARIANTS)
     if every != 1 and variant != "alternating":
         raise SordinoError(f"lora_every: {every} is for lora_variant = alternating, not {variant}; leave it out.")
-    return {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
+    words = targets.split(",") if isinstance(targets, str) else targets
+    names = None if words is None else tuple(word.strip() for word in words)
+    if names is not None and not (names and all(names)):
+        raise SordinoError(
+            f"lora_targets: {targets!r} must name layers, as in lora_targets=query,value; without it, Q, K and V get "
+            "adapters."
+        )
+    return {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant, "targets": names}
+
+
+@contextmanager
+def _keys_of_a_run() -> Iterator[None]:
+    """Errors inside name the key of a run, `lora_targets`, rather than the argument of `lora.adapt`."""
+    try:
+        yield
+    except SordinoError as error:
+        if str(error).startswith("targets:"):
+            raise SordinoError(f"lora_{error}") from None
+        raise
 
 
 def _needs_classes(name: str, classes: int) -> None:

@@ -20,12 +20,14 @@ from sordino.core import FLAT_CLIPPING, SAFETY, Blend, Clipping, Shard
 from sordino.errors import SordinoError, check_known
 from sordino.models import outer, per_example, probe
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
+from sordino.models.attention import by_linear_layers
 from sordino.models.compiled import Passes
 from sordino.models.cuda_graphs import GraphCache
 from sordino.models.linear import Loss
 from sordino.models.objective import EachLoss, Objective
 from sordino.models.per_example import RULES, Owned, Room, Use, bound, linear, measure
 from sordino.models.recurrent import unroll
+from sordino.models.validation import unvalidated
 
 MODES = ("auto", "tape", "two-pass", "vmap")
 CPU_CHUNK_BYTES = 2**29  # gradients and activations of one chunk
@@ -183,6 +185,8 @@ class TorchModel:
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
             self._fall_back(mode, odd)
+        if not check and self.mode != "vmap":
+            probe.check_terms(self, owned)
         if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
             raise SordinoError(
                 f"autocast: torch.func ('vmap') cannot compute gradients in {str(autocast).removeprefix('torch.')} of "
@@ -193,6 +197,8 @@ class TorchModel:
         if check and mode == "auto" and self.mode != "vmap" and not self.grouped and self.size <= PARAMETERS_THRESHOLD:
             chosen, self.mode = self.mode, "vmap"
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
+            if autocast is not None and not self._serves_half(first, groups=2):
+                self.vmap_records = 0  # torch.func does not serve it in this type
 
     def _fall_back(self, mode: str, odd: list[str]) -> None:
         """Take torch.func where the chosen mode computes other gradients than those of single examples."""
@@ -237,7 +243,9 @@ class TorchModel:
 
     def loss(self, theta: Tensor, x: Tensor, y: Tensor) -> Tensor:
         """The loss of one example."""
-        return self.objective.total(self._outputs(theta, self.shaped(x)), self.objective.labels_of(y, theta).reshape(1))
+        outputs, label = self._outputs(theta, self.shaped(x)), self.objective.labels_of(y, theta).reshape(1)
+        with unvalidated():
+            return self.objective.total(outputs, label)
 
     def predict(self, theta: Tensor, x: Tensor | np.ndarray) -> Tensor:
         """The predicted classes, as indices; or the predicted numbers."""
@@ -479,12 +487,15 @@ class TorchModel:
         """Which gradients are not stored in mode `tape`."""
         return per_example.half if self.autocast is not None and outer.pays(like) else per_example.light
 
-    def _serves_half(self, like: Tensor) -> bool:
-        """Whether a sum over two rows runs in the type of autocast."""
+    def _serves_half(self, like: Tensor, groups: int = 1) -> bool:
+        """Whether a sum over two rows runs in the type of autocast, for one theta or for groups with thetas of their
+        own."""
         x, y = torch.ones(2, self.features, device=like.device), torch.zeros(2, dtype=torch.long, device=like.device)
+        theta = self.init().to(like.device)
+        theta = theta if groups == 1 else theta.expand(groups, -1)
         try:
             with torch.random.fork_rng([like.device] if like.is_cuda else []):
-                self.clipped_sum(self.init().to(like.device), Shard(x, y, torch.ones(2, device=like.device)), 1.0)
+                self.clipped_sum(theta, Shard(x, y, torch.ones(2, device=like.device)), 1.0)
         except RuntimeError:
             return False
         return True
@@ -548,9 +559,11 @@ class TorchModel:
             )
         return x.reshape(-1, *self.shape)
 
-    def cast(self, theta: Tensor) -> Any:
+    @contextmanager
+    def cast(self, theta: Tensor) -> Iterator[None]:
         """The context of the forward pass, with or without autocast."""
-        return torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None)
+        with torch.autocast(theta.device.type, self.autocast, enabled=self.autocast is not None), unvalidated():
+            yield
 
     def _rows(self, theta: Tensor, mode: str) -> int:
         """How many examples one pass takes."""
@@ -769,6 +782,7 @@ def _copied(module: nn.Module) -> nn.Module:
             "torch.nn.utils.parametrizations.weight_norm; other computed tensors are made in forward."
         ) from error
     unroll(module)
+    by_linear_layers(module)
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.batchnorm._BatchNorm):
             raise SordinoError(

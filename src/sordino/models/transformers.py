@@ -1,4 +1,4 @@
-"""Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa and MiniLM.
+"""Transformers with low-rank adapters, ready for training: ViT, Swin, RoBERTa, MiniLM and classifiers in a folder.
 
 They come from Hugging Face's `transformers`, which is imported when one is built. Rows are flat: an image (`images`
 says how rows of pixels are laid out), or token ids as exact float32 numbers.
@@ -7,18 +7,20 @@ says how rows of pixels are laid out), or token ids as exact float32 numbers.
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, check_known
+from sordino.models.encoders import additive, prepare, wants_tokens
 from sordino.models.images import layout, normalisation
 from sordino.models.lora import adapt, module_of
 from sordino.models.pixels import Pixels
@@ -43,23 +45,14 @@ class Rows(nn.Module):
         if self.pad is None:
             return _logits(self.network(x if self.pixels is None else self.pixels(x)))
         ids = x.long()
-        return _logits(self.network(input_ids=ids, attention_mask=additive(ids != self.pad, x.dtype)))
+        tokens = ids != self.pad
+        mask = tokens.to(x.dtype) if wants_tokens(self.network) else additive(tokens, x.dtype)
+        return _logits(self.network(input_ids=ids, attention_mask=mask))
 
 
 def _logits(output: Any) -> Tensor:
     logits: Tensor = getattr(output, "logits", output)
     return logits
-
-
-def additive(mask: Tensor, kind: torch.dtype) -> Tensor:
-    """The additive mask of the attention's scores, (n, 1, 1, length).
-
-    `transformers` uses a mask of four axes as it is. For a mask of two axes it checks whether any token is masked, and
-    the CPU has to wait for the accelerator.
-    """
-    where = mask.device.type
-    kind = torch.get_autocast_dtype(where) if torch.is_autocast_enabled(where) else kind
-    return torch.zeros_like(mask, dtype=kind).masked_fill_(~mask, torch.finfo(kind).min)[:, None, None]
 
 
 class MiniLM(nn.Module):
@@ -109,7 +102,9 @@ def build(
     capture: bool = False,
     **config: Any,
 ) -> TorchModel:
-    """A named transformer with adapters on Q, K and V and a trained head. Its blocks are those of DP-FedAdamW.
+    """A named transformer with adapters, by default on Q, K and V, and a trained head.
+
+    Its blocks are those of DP-FedAdamW.
 
     Args:
       name: a key of `TRANSFORMERS`.
@@ -146,21 +141,23 @@ def build(
       SordinoError: a name or an argument is out of its range, or weights or a package are missing.
     """
     network = plain(name, classes=classes, weights=weights, seed=seed, **config)
+    about: Any = network.config
+    known = _padded(network, about.pad_token_id, length) if name == "sequence-lora" else None
     how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
     adapt(network, targets=targets, head=head, seed=seed, **how)
-    about: Any = network.config
+    prepare(network, autocast)
     pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
     module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
-    if name == "sequence-lora":
-        _check_mask(module, length)
+    if known is not None:
+        _check_mask(module, known)
     trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
-    blocks = transformer_blocks(trained, head_counts(about))
+    blocks = _blocks(trained, head_counts(about), named=targets is not None)
     if TRANSFORMERS[name].text and about.pad_token_id is None:
         raise SordinoError(
             f"weights: the configuration of '{weights}' has no pad_token_id, and texts are padded; set it."
         )
     if TRANSFORMERS[name].text:
-        longest = about.max_position_embeddings - (about.pad_token_id + 1 if "Roberta" in type(network).__name__ else 0)
+        longest = about.max_position_embeddings - _positions_before(network)
         if not 1 <= length <= longest:
             raise SordinoError(f"length: {length} must lie between 1 and {longest}, the positions of the model.")
         shape: tuple[int, ...] = (length,)
@@ -184,29 +181,68 @@ def build(
     return flat
 
 
-def _check_mask(module: Rows, length: int) -> None:
-    """Refuse a classifier that reads padding otherwise than an encoder, such as one that reads tokens in order."""
-    pad = module.pad
+def _blocks(trained: Sequence[tuple[str, tuple[int, ...]]], heads: int | Sequence[int], named: bool) -> Tensor:
+    """The blocks of the trained parameters: by heads; one per tensor if layers are named and Q, K and V not among them
+    in every layer."""
+    try:
+        return transformer_blocks(trained, heads)
+    except SordinoError:
+        if not named:
+            raise
+        return torch.arange(len(trained)).repeat_interleave(torch.tensor([math.prod(shape) for _, shape in trained]))
+
+
+class _Padded(NamedTuple):
+    """Two rows of tokens, one of them padded, and what a classifier says of them with the library's own mask."""
+
+    ids: Tensor
+    logits: Tensor
+
+
+def _padded(network: nn.Module, pad: int | None, length: int) -> _Padded | None:
+    """What a classifier of the library says of two rows, before anything of it is changed; None without padding."""
     if pad is None:
-        return
+        return None
     ids = torch.arange(2, 2 + 2 * length).reshape(2, length) % 8
     ids = torch.where(ids == pad, ids + 1, ids)
     ids[1, length // 2 :] = pad
+    ids = ids.to(next(network.parameters()).device)
+    with torch.no_grad(), _fits(length):
+        return _Padded(ids, _logits(network.eval()(input_ids=ids, attention_mask=(ids != pad).long())))
+
+
+def _check_mask(module: Rows, known: _Padded) -> None:
+    """Refuse a classifier that reads padding otherwise than an encoder, such as one that reads tokens in order."""
     device = next(module.parameters()).device
+    with torch.no_grad(), _fits(known.ids.shape[1]):
+        ours = module.eval()(known.ids.to(device).float()).to(known.logits)
+    theirs = known.logits
+    if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
+        raise SordinoError(
+            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, "
+            "ELECTRA, MPNet, DeBERTa, ModernBERT and the like); models that read tokens in order are not served as "
+            "classifiers, but see causal.build."
+        )
+
+
+@contextmanager
+def _fits(length: int) -> Iterator[None]:
+    """Errors of a classifier inside are answered with the length of the rows."""
     try:
-        with torch.no_grad():
-            module.eval()
-            ours = module(ids.to(device).float())
-            theirs = _logits(module.network(input_ids=ids.to(device), attention_mask=(ids != pad).long().to(device)))
-    except (RuntimeError, ValueError, TypeError) as error:
+        yield
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
         raise SordinoError(
             f"weights: the classifier fails on rows of {length} tokens ({error}). With fewer positions, set length."
         ) from error
-    if not (ours - theirs).abs().max() <= 1e-3 * (theirs[0] - theirs[1]).abs().max():
-        raise SordinoError(
-            "weights: the classifier does not read padded texts as an encoder does (BERT, RoBERTa, DistilBERT, ELECTRA "
-            "and the like); models that read tokens in order are not served as classifiers, but see causal.build."
-        )
+
+
+def _positions_before(network: nn.Module) -> int:
+    """How many rows of the table of positions come before that of the first token: RoBERTa and MPNet keep some for
+    padding."""
+    for name, part in network.named_modules():
+        if name.endswith("position_embeddings") and isinstance(part, nn.Embedding) and part.padding_idx is not None:
+            return part.padding_idx + 1
+    return 0
 
 
 def _pixels(

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -63,12 +64,26 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.shapes: set[str] = set()
         self.draws = self.generator = False
         self.read = ""
-        self._from_rows = {_place(x)}
+        self._from_rows: set[int] = set()
+        self._weak: list[StorageWeakRef] = []
+        self._follow(x)
         self._reads = _Reads(self)
 
     def follows(self, tensor: Any) -> bool:
         """Whether a tensor was computed from the rows."""
         return isinstance(tensor, Tensor) and _place(tensor) in self._from_rows
+
+    def _follow(self, tensor: Tensor) -> None:
+        """Note the memory of a tensor, so that nothing else counts as that memory after it is free.
+
+        A weak reference keeps the number of the memory, and not the memory itself. Operations that PyTorch runs out of
+        sight, as those of TorchScript, may otherwise take memory of the same number.
+        """
+        place = _place(tensor)
+        if place not in self._from_rows:
+            self._from_rows.add(place)
+            if place != id(tensor):
+                self._weak.append(StorageWeakRef(tensor.untyped_storage()))  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Self:
         self._reads.__enter__()  # type: ignore[no-untyped-call]
@@ -97,7 +112,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tree_leaves(outputs):
             if isinstance(tensor, Tensor):
                 if follows:
-                    self._from_rows.add(_place(tensor))
+                    self._follow(tensor)
                 elif _place(tensor) not in before:  # new memory, perhaps where something else lay
                     self._from_rows.discard(_place(tensor))
         return outputs

@@ -15,8 +15,8 @@ from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
 
 LAYER = re.compile(r"(.*?)\.(?:self_)?att\w*\.")  # a layer is what owns an attention
-SPLIT = re.compile(r"\b(query|key|value|[qkv]_proj|[qkv]_lin)\b")
-FUSED = re.compile(r"\b(qkv|in_proj)")
+SPLIT = re.compile(r"\b((?:query|key|value)(?:_proj)?|[qkv]_proj|[qkv]_lin|(?<=\battn\.)[qkv])\b")
+FUSED = re.compile(r"\b(qkv|in_proj|Wqkv)")
 ATTENTION = re.compile(
     r"(?:self_)?att|\w*(?:before|norm_?1|ln_?1)\b"
 )  # the norm of an attention comes before it or inside it
