@@ -242,6 +242,18 @@ def test_help_reads_well(capsys):
         assert "examples:" in captured.out
 
 
+def test_a_comparison_does_not_list_the_flags_that_it_refuses(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    listed = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {"--methods", "--epsilons", "--seeds", "--rounds"} <= set(listed)
+    for flag, value in (("--epsilon", "2"), ("--method", "auto"), ("--seed", "1")):
+        assert flag not in listed
+        code, _, err = call(capsys, "compare", flag, value)
+        assert code == 2
+        assert "use --methods, --epsilons and --seeds" in err
+
+
 def unexplained(parser):
     """The options of a command and its parts that have no help."""
     for action in parser._actions:
