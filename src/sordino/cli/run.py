@@ -425,7 +425,7 @@ def _facts(
     from sordino.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import of_constant, task_of_data
-    from sordino.training.folder import RunFolder, publishable, tested_on
+    from sordino.training.folder import RunFolder, publishable, shown_name, tested_on
     from sordino.training.intervals import told
     from sordino.training.metrics import Task
     from sordino.training.model_card import read_header
@@ -469,7 +469,10 @@ def _facts(
         limit = "" if total["limit"] is None else f" of {total['limit']:g}"
         runs = f"{total['runs']} run{'s' if total['runs'] > 1 else ''}"
         spent = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g}"
-        rows.append(("ledger", f"{spent} over {runs} on these data{total['caveat']} ({shared.path.name})"))
+        name = shown_name(prepared.identity(RunFolder.find(out).keys().identity))
+        rows.append(
+            ("ledger", f"{spent} over {runs} on these data{total['caveat']} ({shared.path.name}; this run: {name})")
+        )
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)
