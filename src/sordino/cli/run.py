@@ -24,7 +24,12 @@ RUN_FLAGS = (
     ("--text", "text", "column of text of a table, for models that read text; causal-lora learns to write it"),
     ("--prompt", "prompt", "of causal-lora: column of what comes before each text; only the text is learned"),
     ("--schema", "schema", "a schema.toml: what the columns of a table mean (see 'sordino schema')"),
-    ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
+    (
+        "--clients",
+        "clients",
+        "number of clients among whom records are split (default: 10, or as many as the partition brings); a column "
+        "with the hospital of each record is named by --partition by-column:NAME, or client in the schema",
+    ),
     (
         "--partition",
         "partition",
