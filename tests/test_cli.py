@@ -153,6 +153,8 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
+        (["status", "runs/a"], "sordino: 'status' is unknown; write sordino federate status."),
+        (["show", "runs/a"], "sordino: 'show' is unknown; write sordino ledger show."),
         ([], "sordino: COMMAND is missing; see sordino --help"),
         (["budget", "--limit", "-1", "--runs", "2"], "--limit: -1 must be an epsilon of at least 0"),
         (["budget", "--limit", "3"], "budget: give one of --runs, --shares"),

@@ -500,9 +500,9 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
         why = f"{no_better(prepared.dataset, scores)}. {remedy(prepared)}"
         than = "before training" if prepared.dataset.sequences else "a constant guess"
         yield f"WARNING: the model is no better than {than}: {why}"
-    elif doubt := hardly_better(prepared.dataset, scores):
+    elif chance := hardly_better(prepared.dataset, scores):
         yield (
-            f"WARNING: the test records do not show that the model is better than a constant guess: {doubt}. "
+            f"WARNING: the test records do not show that the model is better than a constant guess: {chance}. "
             f"{remedy(prepared)}"
         )
     changeable = answers(prepared.model, Kind.SLOPE) and not settings.calibrate_slope
