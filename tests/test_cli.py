@@ -171,7 +171,7 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["federate", "up", "--rounds", "2", "--set", "rounds=3"], "--set rounds: --rounds is given too; leave one"),
         (["federate", "up", "--person", "patient"], "person: 'patient' needs a schema"),
         (["run", "--client", "ward"], "a record is of is named by --partition by-column:COLUMN, or by client ="),
-        (["sweep", "--hospital=ward"], "is named by --partition by-column:ward, or by client = \"ward\" in a schema"),
+        (["sweep", "--hospital=ward"], 'is named by --partition by-column:ward, or by client = "ward" in a schema'),
         (["run", "--eps", "2"], "run: '--eps' is unknown. Did you mean '--epsilon'?"),
         (["run", "--epsilon"], "--epsilon: a value is missing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),

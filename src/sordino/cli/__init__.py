@@ -100,7 +100,7 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
         name = value or "COLUMN"
         return SordinoError(
             f"{where}: '{word}' is unknown. The column that says which hospital a record is of is named by --partition "
-            f"by-column:{name}, or by client = \"{name}\" in a schema; --clients N splits the records at random."
+            f'by-column:{name}, or by client = "{name}" in a schema; --clients N splits the records at random.'
         )
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
     hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
