@@ -108,8 +108,8 @@ def add(commands: Any) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="runs per data set (default: 20000 or more, by method; of a finished run up to 500, as many as five minutes "
-        "allow, but 50 at least, however long they take); with --one-run: canaries",
+        help="runs per data set (default: 20000 or more, by method; of a finished run up to 500, as many as five "
+        "minutes allow, but 50 at least, however long they take); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(

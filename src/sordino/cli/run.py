@@ -400,8 +400,8 @@ def remedy(prepared: Any) -> str:
         classes = len(prepared.dataset.classes)
         numbers = f" Each of {classes} labels counts as a class; a schema may declare a quantity." * (classes > MANY)
         return (
-            "The noise may exceed the signal (raise epsilon), or features differ in scale: describe the table by a schema "
-            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
+            "The noise may exceed the signal (raise epsilon), or features differ in scale: describe the table by a "
+            f"schema (sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
         )
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:

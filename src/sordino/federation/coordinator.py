@@ -456,7 +456,7 @@ class Coordinator:
         return {"metrics": {**whole, "constant": constant, "records": len(y)}}
 
     def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
-        """Why the model is not shown to be better than a constant guess on the coordinator's test records, if that is so."""
+        """Why the coordinator's test records do not show that the model is better than a constant guess; else empty."""
         if self._test is None:
             return {}
         x, y = self._test

@@ -387,7 +387,8 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         file.write(
             "# the hazard in an interval is 1 / (1 + exp(-(its baseline + sum of weight * feature))); survival is the "
-            f"product of 1 - hazard; as in Cox's model there is no intercept\n# features: encoded features; {preparation(run).words}\n"
+            "product of 1 - hazard; as in Cox's model there is no intercept\n"
+            f"# features: encoded features; {preparation(run).words}\n"
         )
         table = csv.writer(file, lineterminator="\n")
         found = effects(weight, 0.0, run.schema, _scale_of_all(run, preparation(run)))
