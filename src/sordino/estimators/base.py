@@ -193,7 +193,13 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             run = dataclasses.replace(done, plan=run.plan, source=run.source)
             checkpoint = after_count(run)
         for this_round in simulate.run(
-            run.plan, run.model, run.records, run.source, start=int(counts), checkpoint=checkpoint
+            run.plan,
+            run.model,
+            run.records,
+            run.source,
+            start=int(counts),
+            checkpoint=checkpoint,
+            every_model=False,
         ):
             history.append(
                 {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(run.plan, this_round.t))}
