@@ -153,6 +153,8 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["audit", "dp-fedgd", "--seed", "-1"], "seed: -1 must be an integer"),
         (["audit", "dp-fedgd", "--epsilon", "inf"], "epsilon: inf promises nothing"),
         (["rnu"], "sordino: 'rnu' is unknown. Did you mean 'run'?"),
+        (["status", "runs/a"], "sordino: 'status' is unknown; write sordino federate status."),
+        (["show", "runs/a"], "sordino: 'show' is unknown; write sordino ledger show."),
         ([], "sordino: COMMAND is missing; see sordino --help"),
         (["budget", "--limit", "-1", "--runs", "2"], "--limit: -1 must be an epsilon of at least 0"),
         (["budget", "--limit", "3"], "budget: give one of --runs, --shares"),
@@ -168,6 +170,8 @@ def test_run_reads_a_spec_and_flags_override_it(capsys, tmp_path):
         (["run", "--method", "dp-fedgd", "--lr", "2"], "run: '--lr' is unknown; write --set lr="),
         (["federate", "up", "--rounds", "2", "--set", "rounds=3"], "--set rounds: --rounds is given too; leave one"),
         (["federate", "up", "--person", "patient"], "person: 'patient' needs a schema"),
+        (["run", "--client", "ward"], "a record is of is named by --partition by-column:COLUMN, or by client ="),
+        (["sweep", "--hospital=ward"], 'is named by --partition by-column:ward, or by client = "ward" in a schema'),
         (["run", "--eps", "2"], "run: '--eps' is unknown. Did you mean '--epsilon'?"),
         (["run", "--epsilon"], "--epsilon: a value is missing"),
         (["privacy", "--epsilon", "0"], "epsilon: 0.0 must lie in"),
@@ -240,6 +244,18 @@ def test_help_reads_well(capsys):
         captured = capsys.readouterr()
         assert (stop.value.code, captured.err) == (0, "")
         assert "examples:" in captured.out
+
+
+def test_a_comparison_does_not_list_the_flags_that_it_refuses(capsys):
+    with pytest.raises(SystemExit):
+        main(["compare", "--help"])
+    listed = re.findall(r"^  (--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert {"--methods", "--epsilons", "--seeds", "--rounds"} <= set(listed)
+    for flag, value in (("--epsilon", "2"), ("--method", "auto"), ("--seed", "1")):
+        assert flag not in listed
+        code, _, err = call(capsys, "compare", flag, value)
+        assert code == 2
+        assert "use --methods, --epsilons and --seeds" in err
 
 
 def unexplained(parser):

@@ -1,7 +1,6 @@
 """The wheel, the sdist, what they need, and what they say of themselves."""
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import sordino
-from tests.support import plan_for
+from tests.support import forks, plan_for
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -101,12 +100,10 @@ def test_one_version_everywhere():
         assert tags in ([], [f"v{sordino.__version__}"])
 
 
-def without(package: str, *words: str) -> str:
+def without(package: str, folder: Path, *words: str) -> str:
     """What the command line says where a package is not installed."""
     code = f"import sys; sys.modules[{package!r}] = None; from sordino.cli import main; sys.exit(main(sys.argv[1:]))"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", code, *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = forks.run(code, *words, folder=folder)
     assert done.returncode == 2, done.stdout + done.stderr
     return done.stderr
 
@@ -115,13 +112,13 @@ def test_a_missing_extra_is_named(tmp_path):
     table = tmp_path / "table.csv"
     table.write_text("a,label\n1,0\n2,1\n")
     assert "needs pyarrow, which is not installed: pip install 'sordino[tables]'" in without(
-        "pyarrow", "run", "--data", str(table), "--set", "label=label", "--out", str(tmp_path / "run")
+        "pyarrow", tmp_path, "run", "--data", str(table), "--set", "label=label", "--out", str(tmp_path / "run")
     )
     certificate = tmp_path / "certificate.json"  # of minibatches: without them, a formula is enough
     minibatches = plan_for("dp-fedgd", (40, 60), epsilon=2.0, batch="poisson:4")
     certificate.write_text(json.dumps(sordino.certificate(minibatches, sordino.source(1), version="0")))
     assert "needs dp-accounting, which is not installed: pip install 'sordino[verify]'" in without(
-        "dp_accounting", "verify", str(certificate)
+        "dp_accounting", tmp_path, "verify", str(certificate)
     )
     assert {"pyarrow", "dp-accounting"} <= {
         re.split("[><=]", line)[0] for extra in ("tables", "verify") for line in PROJECT["optional-dependencies"][extra]

@@ -436,3 +436,23 @@ def test_matrices_of_many_clients_are_computed_in_small_batches(name, trust, rec
         monkeypatch.setattr(simulate, "MATRIX_BATCH_NUMBERS", most)
         *_, few = simulate.run(plan, MODEL, records, [Seeded(0), Seeded(1)], theta=theta)
         torch.testing.assert_close(few.model, whole.model, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_run_whose_last_model_alone_is_wanted_is_the_same_run(runs):
+    """A model of two classes is derived from the server's parameters (`rules.confidence`), after each round or once."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(60, 3))
+    data = Records.of(x, (x[:, 0] > 0).astype(int), np.repeat([0, 1, 2], 20))
+    model, plan = Linear(3, 2), Plan(build("auto"), 9, data.sizes, Privacy(epsilon=8.0))
+    sources = [Seeded(k) for k in range(runs)]
+    about = {"theta": model.init().expand(runs, -1).clone()} if runs > 1 else {}
+    given = (plan, model, data, sources if runs > 1 else sources[0])
+    every = list(simulate.run(*given, **about))
+    last = list(simulate.run(*given, **about, every_model=False))
+    for one, other in zip(every, last, strict=True):
+        assert pack(one.checkpoint) == pack(other.checkpoint)
+        derived = not torch.equal(one.model, one.checkpoint.theta)
+        assert torch.equal(one.model, other.model) == (not derived or one.t + 1 == plan.rounds)
+        assert torch.equal(other.model, other.checkpoint.theta) == (not derived or one.t + 1 < plan.rounds)
+    assert not torch.equal(every[-1].model, every[-1].checkpoint.theta), "the last model is derived"

@@ -3,8 +3,6 @@
 import json
 import math
 import pickle
-import subprocess
-import sys
 import warnings
 
 import numpy as np
@@ -23,6 +21,7 @@ from sordino import FederatedClassifier, OverspentError, SordinoError, UnpaidSea
 from sordino.evidence.ledger import Ledger
 from sordino.privacy.accounting import gaussian
 from sordino.training.spec import Spec
+from tests.support import forks
 
 GENEROUS = 1e4  # so little noise that what is left of a check is about manners
 
@@ -323,14 +322,10 @@ def test_bad_data_is_refused():
 # -------------------------------------------------------------------------------------------------- an optional extra
 
 
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-
-def test_the_library_does_not_import_scikit_learn_and_where_it_is_absent_the_remedy_is_named():
+def test_the_library_does_not_import_scikit_learn_and_where_it_is_absent_the_remedy_is_named(tmp_path):
     assert "FederatedClassifier" in dir(sordino)
     code = "import sys; sys.modules['sklearn'] = None; import sordino; print('Federated' in str(dir(sordino)))\n"
-    done = run(code + "from sordino import *\nsordino.FederatedClassifier")
+    done = forks.run(code + "from sordino import *\nsordino.FederatedClassifier", folder=tmp_path)
     assert done.stdout.split() == ["False"]
     assert "ImportError: FederatedClassifier needs scikit-learn: pip install 'sordino[sklearn]'" in done.stderr
     with pytest.raises(AttributeError, match="no attribute 'FederatedOracle'"):

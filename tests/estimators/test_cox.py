@@ -118,6 +118,9 @@ def test_scores_warn_where_risks_are_turned_round():
     model = fast(epsilon=GENEROUS).fit(x, target(time, event))
     with pytest.warns(UserWarning, match=r"no better than a constant guess: its concordance is 0\.2"):
         model.score(-x, target(time, event))
+    few = slice(0, 8)
+    with pytest.warns(UserWarning, match=r"do not show that the model is better than equal risks: its concordance is"):
+        model.score(x[few] * np.where(np.arange(8) % 2, 1, -1)[:, None], target(time[few], event[few]))
 
 
 @pytest.mark.parametrize(

@@ -374,6 +374,28 @@ def test_every_assumption_that_follows_from_other_fields_is_needed(name, who):
     assert gaps == ["the words of the assumptions: sordino with other sources wrote them"]
 
 
+@pytest.mark.parametrize("unit", list(Unit))
+def test_the_numerics_name_what_is_protected_and_earlier_words_hold(unit):
+    """Earlier versions wrote of one record, whatever is protected. Their certificates have other sources."""
+    persons = {"person_records": 3, "person_clients": 1} if unit is Unit.PERSON else {}
+    batch = "full" if unit is Unit.CLIENT else "poisson:4"
+    cert = made(plan_for(batch=batch, unit=unit, **persons))
+    numerics = " ".join(cert["numerics"])
+    assert f"one {unit} moves them" in numerics
+    assert ("more persons than places" in numerics) is (unit is Unit.PERSON)
+    assert "{" not in numerics
+    before = [
+        words.replace(f"one {unit} moves", "one record moves").replace("more persons than", "more records than")
+        for words in cert["numerics"]
+    ]
+    older = {**cert, "numerics": before, "code_sha256": "0" * 64}
+    words_gap = "the words of the assumptions: sordino with other sources wrote them"
+    assert verify(older).problems == []
+    assert words_gap not in verify(older).gaps
+    assert words_gap in verify({**older, "numerics": before[1:]}).gaps
+    assert (verify({**cert, "numerics": before}).problems == []) is (unit is Unit.RECORD)
+
+
 @pytest.mark.parametrize("trust", list(Trust))
 def test_words_are_made_from_the_fields_alone(trust):
     """A certificate of no rounds, of one and of all have the assumptions that their fields have."""

@@ -22,6 +22,7 @@ from sordino.federation.progress import parsed, read_lines
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
 from sordino.training.metrics import entropy
+from sordino.training.survival import BY_CHANCE
 from tests.support import tiers
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
@@ -740,6 +741,8 @@ def test_a_useless_model_is_called_one(federation):
     assert "WARNING: the model is no better than a constant guess: its" in sentences.of_coordinator(line, 2)
     coordinator.__dict__["_test"] = None
     assert coordinator._useless(data, model) == {}
+    told = {"useless": f"its concordance index is 0.51, {BY_CHANCE}"}
+    assert "the model is not shown to be better than a constant guess" in sentences.of_coordinator(line | told, 2)
 
 
 def test_two_coordinators_on_one_folder_are_refused(tiny, monkeypatch):

@@ -162,11 +162,18 @@ def test_ticks_count_every_repetition():
     assert sum(ticks) == black_box.steps(70)
 
 
-def test_the_effort_is_said_before_it_is_made():
+def test_the_effort_is_said_before_it_is_made(capsys):
     slow = black_box.Pace(4.0)
     line = _effort(slow, 50, 70, asked=False)
     assert line.startswith("repeats the run 150 times, 70 rounds each: 50 per data set for the bounds, 25 for")
-    assert "takes about 10 minutes. More are sharper: --runs 500 takes about 71 minutes" in line
+    told = "That is more than five minutes, because fewer than 50 per data set give hardly a bound"
+    assert f"takes about 10 minutes. {told}. More are sharper: --runs 500 takes about 71 minutes" in line
+    assert "five minutes" not in _effort(slow, 50, 70, asked=True)
+    fits = black_box.Pace(1.0)
+    assert "five minutes" not in _effort(fits, fits.runs(), 70, asked=False)
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    assert "as many as five minutes allow, but 50 at least, however long" in " ".join(capsys.readouterr().out.split())
     assert "--runs" not in _effort(slow, 80, 70, asked=True)
     assert [about(seconds) for seconds in (5, 90, 7200)] == ["less than a minute", "about 2 minutes", "about 2 hours"]
 

@@ -9,7 +9,8 @@ import torch
 from sordino.cli.run import remedy
 from sordino.core import Trust
 from sordino.models.linear import Linear, Loss
-from sordino.training.evaluate import beats_constant_guess, evaluate, no_better
+from sordino.training import survival
+from sordino.training.evaluate import beats_constant_guess, evaluate, hardly_better, no_better
 
 
 def data(y, classes):
@@ -117,30 +118,71 @@ def test_an_auc_near_one_half_is_not_called_a_ranking(records, area, ranks):
 @pytest.mark.parametrize(
     ("trust", "clients", "says"),
     [
-        (Trust.UNTRUSTED_SERVER, 4, "raise epsilon, gather more records or use --trust secure-aggregation."),
-        (Trust.UNTRUSTED_SERVER, 1, "raise epsilon or gather more records."),
-        (Trust.SECURE_AGGREGATION, 4, "raise epsilon or gather more records."),
+        (Trust.UNTRUSTED_SERVER, 4, "raise epsilon, gather more records or use --trust secure-aggregation. "),
+        (Trust.UNTRUSTED_SERVER, 1, "raise epsilon or gather more records. "),
+        (Trust.SECURE_AGGREGATION, 4, "raise epsilon or gather more records. "),
     ],
 )
 def test_the_remedy_is_not_what_the_run_does_already(trust, clients, says):
     model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
-    resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
+    resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()), method_name="auto")
     plan = SimpleNamespace(privacy=SimpleNamespace(trust=trust), clients=clients, noiseless=False)
     told = remedy(SimpleNamespace(resolved=resolved, plan=plan))
-    assert told.endswith(f"{says} Another run on the same data adds to the epsilon that is spent on them.")
+    assert told.startswith(f"The noise may exceed the signal: {says}")
+    assert told.endswith("Another run on the same data adds to the epsilon that is spent on them.")
 
 
 def test_without_noise_the_remedy_does_not_blame_it():
     model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
-    resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=object()))
-    told = remedy(
-        SimpleNamespace(
-            resolved=resolved,
-            plan=SimpleNamespace(privacy=SimpleNamespace(trust=Trust.UNTRUSTED_SERVER), clients=4, noiseless=True),
+    for schema in (object(), None):
+        resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=schema), method_name="auto")
+        told = remedy(
+            SimpleNamespace(
+                resolved=resolved,
+                plan=SimpleNamespace(privacy=SimpleNamespace(trust=Trust.UNTRUSTED_SERVER), clients=4, noiseless=True),
+            )
         )
-    )
-    assert "no noise" in told
-    assert "epsilon" not in told
+        assert "no noise" in told
+        assert "epsilon" not in told
+
+
+@pytest.mark.parametrize("method", ["dp-class-means", "dp-statistics"])
+def test_a_weak_recipe_of_one_round_is_not_blamed_on_epsilon(method):
+    model = SimpleNamespace(entry=SimpleNamespace(network=False), options={})
+    for schema in (object(), None):
+        resolved = SimpleNamespace(model=model, source=SimpleNamespace(schema=schema), method_name=method)
+        plan = SimpleNamespace(
+            privacy=SimpleNamespace(trust=Trust.UNTRUSTED_SERVER), clients=4, noiseless=False, rounds=1
+        )
+        told = remedy(SimpleNamespace(resolved=resolved, plan=plan))
+        assert told.startswith(f"{method} is a recipe of 1 round, which may be no better without noise")
+        assert "raise epsilon" not in told
+        assert "try --method auto" in told
+
+
+def survivors(n, persons=None):
+    y = np.where(np.arange(n) % 2, 1.0, -1.0) * (1 + np.arange(n))
+    return SimpleNamespace(y_test=y, classes=(), unit=1.0, task="survival", person_test=persons)
+
+
+@pytest.mark.parametrize(("records", "index", "by_chance"), [(40, 0.55, True), (4000, 0.55, False), (40, 0.9, False)])
+def test_a_concordance_that_may_be_chance_is_called_so(records, index, by_chance):
+    """Half of the records have the event: the standard error is 0.06 for 40 of them, and 0.006 for 4,000."""
+    given = survivors(records)
+    assert bool(hardly_better(given, {"concordance": index})) == by_chance
+    assert no_better(given, {"concordance": index}) == ""
+    assert hardly_better(given, {"concordance": 0.4}) == ""  # that is no better, and said already
+    assert hardly_better(SimpleNamespace(task="quantity"), {"mse": 1.0}) == ""
+    edge = 0.5 + 2 * survival.chance_error(given.y_test)
+    assert hardly_better(given, {"concordance": edge - 1e-9})
+    assert not hardly_better(given, {"concordance": edge + 1e-9})
+
+
+def test_records_of_one_person_do_not_count_as_many():
+    edge = 0.5 + 2 * survival.chance_error(survivors(40).y_test)
+    assert not hardly_better(survivors(40, np.arange(40)), {"concordance": edge + 1e-9})
+    assert hardly_better(survivors(40, np.arange(40) // 4), {"concordance": edge + 1e-9})
+    assert not hardly_better(survivors(40, np.arange(40) // 4), {"concordance": 0.5 + 2 * (edge - 0.5) + 1e-9})
 
 
 def test_a_language_model_is_compared_with_itself_before_training():

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -244,8 +245,14 @@ def test_without_a_limit_runs_are_added_up(data, tmp_path, capsys):
         assert train(data[0], tmp_path / name, limit=None) == 0
     (account,) = shown(tmp_path)["accounts"]
     assert (account["runs"], account["left"]) == (3, None)
+    printed = re.findall(r"this run: ([0-9a-f]{16})\)", capsys.readouterr().out)
     assert main(["ledger", "show", str(tmp_path / "mine.db")]) == 0
-    assert f"{account['epsilon']:.4g}" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert f"{account['epsilon']:.4g}" in told
+    assert len(set(printed)) == 3
+    for name, folder in zip(printed, ("one", "two", "three"), strict=True):
+        assert name in told, "a run is known by the name that the ledger shows"
+        assert f"In ledgers the name of this run is {name}" in (tmp_path / folder / "README.txt").read_text()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,32 @@ def test_concordance_is_the_share_of_comparable_pairs_in_order(seed):
     assert survival.concordance(everybody, -late) == 0
 
 
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("ties", [False, True])
+def test_the_error_of_chance_is_that_of_risks_in_random_order(share, ties):
+    """Over 4,000 orders the variance has a relative standard error of 2.2 %. The sum of all records' errors, as if the
+    pairs were independent, is far below it."""
+    rng = np.random.default_rng(5)
+    y = np.where(rng.random(30) < share, 1, -1) * (rng.integers(1, 8, 30) if ties else rng.permutation(30) + 1.0)
+    found = [survival.concordance(y.astype(float), rng.permutation(30).astype(float)) for _ in range(4000)]
+    error = survival.chance_error(y.astype(float))
+    assert np.var(found) == pytest.approx(error**2, rel=4 * 0.0224)
+    assert np.mean(found) == pytest.approx(0.5, abs=4 * error / math.sqrt(4000))
+    first = sum(
+        a > 0 and (abs(b) > a or (abs(b) == a and b < 0)) for i, a in enumerate(y) for j, b in enumerate(y) if i != j
+    )
+    assert error**2 > 1.5 / (4 * first)
+
+
+def test_the_error_of_chance_is_known_by_hand():
+    """Two groups at two times are those of Mann and Whitney. Without pairs there is none."""
+    y = np.array([1.0] * 7 + [-2.0] * 5)
+    assert survival.chance_error(y) == pytest.approx(math.sqrt(13 / (12 * 7 * 5)))
+    assert survival.chance_error(y, np.arange(12) // 3) == pytest.approx(math.sqrt(3 * 13 / (12 * 7 * 5)))
+    assert math.isnan(survival.chance_error(np.array([-1.0, -2.0])))
+    assert math.isnan(survival.chance_error(np.array([])))
+
+
 def test_concordance_agrees_with_lifelines():
     lifelines = pytest.importorskip("lifelines.utils")
     rng = np.random.default_rng(1)

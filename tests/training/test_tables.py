@@ -160,10 +160,28 @@ def test_exports_of_counts_quantities_and_survival_give_the_predictions(clinic, 
             row for row in csv.reader((clinic / f"{out}.weights.csv").read_text().splitlines()) if row[0][0] != "#"
         ][1:]
         scaled = x * (10 / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), math.sqrt(loaded.schema.used)))
-        constant = np.array([float(w) for name, _, w, *_ in weights if name == "(intercept)"])
-        z = scaled @ np.array([float(w) for name, _, w, *_ in weights if name != "(intercept)"])[:, None] + constant
+        first = "(baseline)" if out == "s" else "(intercept)"
+        constant = np.array([float(w) for name, _, w, *_ in weights if name == first])
+        z = scaled @ np.array([float(w) for name, _, w, *_ in weights if name != first])[:, None] + constant
         by_hand = {"c": np.exp(z)[:, 0], "q": z[:, 0], "s": np.cumprod(1 - 1 / (1 + np.exp(-z)), 1)}[out]
         np.testing.assert_allclose(by_hand, expected, rtol=1e-3)
+    # A survival model has no intercept. Its baselines and effects in the unit of the table give the same risks.
+    text = (clinic / "s.weights.csv").read_text()
+    assert "there is no intercept" in text.splitlines()[0]
+    assert "The baseline of log_hazard is that of a record with 0 in every number." in text
+    assert "(intercept)" not in text
+    table = list(csv.DictReader(line for line in text.splitlines() if line[0] != "#"))
+    at_zero = np.array([float(row["log_hazard"]) for row in table if row["feature"] == "(baseline)"])
+    effect = {row["feature"]: float(row["log_hazard"]) for row in table if row["interval"] == ""}
+    moved = [effect["age"] * age + effect[f"sex = {sex}"] for sex, age in zip(*frame.values(), strict=True)]
+    hazard = 1 / (1 + np.exp(-(np.array(moved)[:, None] + at_zero)))
+    np.testing.assert_allclose(np.cumprod(1 - hazard, 1), loaded.predict_survival(frame), rtol=1e-3)
+    (clinic / "new.csv").write_text("sex,age\nm,70\nf,30\n")
+    capsys.readouterr()
+    assert main(["predict", "s", "new.csv"]) == 0
+    told = [row["prediction"] for row in csv.DictReader(capsys.readouterr().out.splitlines())]
+    assert all(len(risk) <= len("0.") + 6 for risk in told)
+    np.testing.assert_allclose([float(risk) for risk in told], loaded.predict("new.csv"), rtol=1e-5)
     assert main(["export", "s", "--to", "sklearn", "--out", "s.joblib"]) == 2
     assert "sklearn is for linear models, and this is a survival model" in capsys.readouterr().err
     with pytest.raises(SordinoError, match="the model does not predict survival; use predict"):

@@ -96,6 +96,12 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
         if key in RUN_KEYS or (an_option and not any(flag.startswith(word) for flag in flags)):
             value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
+    if word in ("--client", "--site", "--hospital") and "--partition" in flags:
+        name = value or "COLUMN"
+        return SordinoError(
+            f"{where}: '{word}' is unknown. The column that says which hospital a record is of is named by --partition "
+            f'by-column:{name}, or by client = "{name}" in a schema; --clients N splits the records at random.'
+        )
     longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
     hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
     if where in ("run", "sweep", "compare", "schema draft", "schema check") and os.path.isfile(rest[0]):

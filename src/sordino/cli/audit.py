@@ -108,8 +108,8 @@ def add(commands: Any) -> None:
         "--runs",
         type=int,
         metavar="N",
-        help="runs per data set (default: 20000 or more, by method; of a finished run 50 to 500, as many as five "
-        "minutes allow); with --one-run: canaries",
+        help="runs per data set (default: 20000 or more, by method; of a finished run up to 500, as many as five "
+        "minutes allow, but 50 at least, however long they take); with --one-run: canaries",
     )
     parser.add_argument("--rounds", type=int, metavar="T", help="number of rounds (default: up to 5)")
     parser.add_argument(
@@ -252,6 +252,8 @@ def _effort(pace: Any, runs: int, rounds: int, *, asked: bool) -> str:
     )
     if asked or runs == black_box.RUNS:
         return line
+    if pace.seconds(runs) > black_box.SECONDS:
+        line += f". That is more than five minutes, because fewer than {runs} per data set give hardly a bound"
     full = black_box.RUNS
     return f"{line}. More are sharper: --runs {full} takes {about(pace.seconds(full))}"
 

@@ -20,6 +20,8 @@ from sordino.errors import SordinoError
 if TYPE_CHECKING:
     from sordino.studies.compare import Contestant
 
+OWN_KEYS = ("method", "epsilon", "seed", "noise")  # that a comparison sets for every run
+
 
 def add(commands: Any) -> None:
     parser = command(
@@ -34,7 +36,7 @@ def add(commands: Any) -> None:
         "sordino compare --methods all --epsilons 4,inf --settings results/settings.json --out runs/all\n"
         "sordino compare --data stays.csv --schema schema.toml --methods auto,dp-fedadam --metric mae",
     )
-    add_keys(parser)
+    add_keys(parser, OWN_KEYS)
     parser.add_argument(
         "--methods",
         default="paper",
@@ -166,7 +168,7 @@ def act(arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace, base: dict[str, Any]) -> None:
     """Refuse flags that contradict each other, and keys that a comparison sets itself."""
-    for key in ("method", "epsilon", "seed", "noise"):
+    for key in OWN_KEYS:
         if key in base:
             raise SordinoError(f"{key}: a comparison sets it for every run; use --methods, --epsilons and --seeds.")
     if arguments.tune and arguments.settings:

@@ -265,6 +265,8 @@ def _document(ledger: Ledger, witness: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _print(document: dict[str, Any]) -> None:
+    from sordino.training.folder import shown_name
+
     page, accounts, delta = console(), document["accounts"], document["delta"]
     for limit in document["limits"]:
         page.print(f"limit over all runs: ε = {limit['epsilon']:g} at δ = {limit['delta']:g}", markup=False)
@@ -279,7 +281,7 @@ def _print(document: dict[str, Any]) -> None:
     table(
         ["account", "run", "releases", "first", "last"],
         [
-            [str(r["who"]), str(r["run"])[:16], _releases(r), _time(r["first"]), _time(r["last"])]
+            [str(r["who"]), shown_name(str(r["run"])), _releases(r), _time(r["first"]), _time(r["last"])]
             for r in document["runs"]
         ],
     )

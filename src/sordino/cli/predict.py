@@ -13,6 +13,8 @@ from sordino.cli.show import add_json, add_weights, check_json, command, emit, f
 from sordino.errors import SordinoError
 from sordino.foreign import cell
 
+DIGITS = 6  # significant ones, of a predicted number or risk in a table
+
 
 def add(commands: Any) -> None:
     parser = command(
@@ -95,9 +97,20 @@ def _predictions(arguments: argparse.Namespace) -> Any:
 
 
 def write(predictions: Any, file: IO[str]) -> None:
-    """One row per record: its number from 0, the prediction, and the probabilities."""
+    """One row per record: its number from 0, the prediction, and the probabilities. For people, so numbers are rounded;
+    --json has all digits."""
     out = csv.writer(file, lineterminator="\n")
     out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
     for row, label in enumerate(predictions.labels):
         chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
-        out.writerow([row, cell(label) if isinstance(label, str) else label, *chances])
+        told = cell(label) if isinstance(label, str) else rounded(label)
+        out.writerow([row, told, *chances])
+
+
+def rounded(value: float) -> str:
+    """A number with six significant digits.
+
+    >>> rounded(0.313819111470364), rounded(1234567.8), rounded(12.0)
+    ('0.313819', '1234570', '12')
+    """
+    return f"{float(f'{value:.{DIGITS}g}'):.15g}"

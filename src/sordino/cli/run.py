@@ -24,7 +24,12 @@ RUN_FLAGS = (
     ("--text", "text", "column of text of a table, for models that read text; causal-lora learns to write it"),
     ("--prompt", "prompt", "of causal-lora: column of what comes before each text; only the text is learned"),
     ("--schema", "schema", "a schema.toml: what the columns of a table mean (see 'sordino schema')"),
-    ("--clients", "clients", "number of clients (default: 10, or as many as the partition brings)"),
+    (
+        "--clients",
+        "clients",
+        "number of clients among whom records are split (default: 10, or as many as the partition brings); a column "
+        "with the hospital of each record is named by --partition by-column:NAME, or client in the schema",
+    ),
     (
         "--partition",
         "partition",
@@ -377,25 +382,34 @@ ANOTHER_RUN = "Another run on the same data adds to the epsilon that is spent on
 def remedy(prepared: Any) -> str:
     """What helps a model that is no better than a constant guess."""
     from sordino.core import Trust
+    from sordino.methods import entry
 
     resolved, plan = prepared.resolved, prepared.plan
     if resolved.model.entry.network:
         return f"Try more rounds, another lr or another clip (docs/deep.md). {ANOTHER_RUN}"
     if resolved.model.options.get("class_weights"):
         return "Class weights move risks away from what is observed; read the AUC instead."
+    if plan.noiseless:
+        return "There is no noise to blame: try another method, more rounds, another lr or another clip."
+    if entry(resolved.method_name).fixed:
+        return (
+            f"{resolved.method_name} is a recipe of {count(plan.rounds, 'round')}, which may be no better without "
+            f"noise, so a larger epsilon may not help: try --method auto. {ANOTHER_RUN}"
+        )
     if resolved.source.schema is None:
         classes = len(prepared.dataset.classes)
         numbers = f" Each of {classes} labels counts as a class; a schema may declare a quantity." * (classes > MANY)
         return (
-            "The noise exceeds the signal (raise epsilon), or features differ in scale: describe the table by a schema "
-            f"(sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
+            "The noise may exceed the signal (raise epsilon), or features differ in scale: describe the table by a "
+            f"schema (sordino schema draft), try --public-stats FILE, or --set normalize=l2.{numbers} {ANOTHER_RUN}"
         )
-    if plan.noiseless:
-        return "There is no noise to blame: try another method, more rounds, another lr or another clip."
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
         helps.append("use --trust secure-aggregation")
-    return f"The noise exceeds the signal: {', '.join(helps[:-1])} or {helps[-1]}. {ANOTHER_RUN}"
+    return (
+        f"The noise may exceed the signal: {', '.join(helps[:-1])} or {helps[-1]}. Or the method reaches no further: "
+        f"try another one. {ANOTHER_RUN}"
+    )
 
 
 def _tell(prepared: Any, cert: dict[str, Any], history: list[dict[str, Any]], out: Path) -> None:
@@ -416,7 +430,7 @@ def _facts(
     from sordino.evidence.statement import unit_plural
     from sordino.training.artifacts import total_seconds
     from sordino.training.evaluate import of_constant, task_of_data
-    from sordino.training.folder import RunFolder, publishable, tested_on
+    from sordino.training.folder import RunFolder, publishable, shown_name, tested_on
     from sordino.training.intervals import told
     from sordino.training.metrics import Task
     from sordino.training.model_card import read_header
@@ -460,7 +474,10 @@ def _facts(
         limit = "" if total["limit"] is None else f" of {total['limit']:g}"
         runs = f"{total['runs']} run{'s' if total['runs'] > 1 else ''}"
         spent = f"ε = {total['epsilon']:.4g}{limit} at δ = {total['delta']:g}"
-        rows.append(("ledger", f"{spent} over {runs} on these data{total['caveat']} ({shared.path.name})"))
+        name = shown_name(prepared.identity(RunFolder.find(out).keys().identity))
+        rows.append(
+            ("ledger", f"{spent} over {runs} on these data{total['caveat']} ({shared.path.name}; this run: {name})")
+        )
     if cert["certified"]:
         rows.append(("exposed", f"{tested_on(cert)}: no noise hides them, and their score is published"))
     allowed = publishable(cert, prepared.resolved.source.open)
@@ -475,7 +492,7 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
     from sordino.core import Kind, answers
     from sordino.evidence.certificate import ranges
     from sordino.privacy import calibration
-    from sordino.training.evaluate import beats_constant_guess, no_better
+    from sordino.training.evaluate import beats_constant_guess, hardly_better, no_better
     from sordino.training.private_statistics import rough
 
     settings, plan = prepared.resolved.spec, prepared.plan
@@ -483,6 +500,11 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
         why = f"{no_better(prepared.dataset, scores)}. {remedy(prepared)}"
         than = "before training" if prepared.dataset.sequences else "a constant guess"
         yield f"WARNING: the model is no better than {than}: {why}"
+    elif chance := hardly_better(prepared.dataset, scores):
+        yield (
+            f"WARNING: the test records do not show that the model is better than a constant guess: {chance}. "
+            f"{remedy(prepared)}"
+        )
     changeable = answers(prepared.model, Kind.SLOPE) and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):
         yield note

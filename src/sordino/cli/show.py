@@ -10,7 +10,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -63,10 +63,24 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
 
+    def _steps(self) -> dict[str, Collection[str]]:
+        """The steps of each command that has some."""
+        commands = [action for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        return {
+            name: step.choices
+            for action in commands
+            for name, parser in action.choices.items()
+            for step in parser._actions
+            if isinstance(step, argparse._SubParsersAction)
+        }
+
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix("sordino").strip()
         begin, see = f"{where}: " if where else "", f"see {self.prog} --help"
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            if steps_of := [name for name, parts in self._steps().items() if wrong[1] in parts]:
+                known = " or ".join(f"{self.prog} {name} {wrong[1]}" for name in steps_of)
+                raise SordinoError(f"{begin}'{wrong[1]}' is unknown; write {known}.")
             raise SordinoError(
                 f"{begin}'{wrong[1]}' is unknown.{nearest(wrong[1], re.findall('[a-z][a-z-]*', wrong[2]))}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Collection
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,14 @@ def check_workers(arguments: argparse.Namespace) -> None:
             )
 
 
-def add_keys(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `sordino run`, for all runs of the command."""
+def add_keys(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> None:
+    """Add the flags of `sordino run`, for all runs of the command.
+
+    Args:
+      parser: of the command.
+      hidden: keys that the command sets itself. Their flags are read, so that the refusal says what to use, and --help
+        does not list them.
+    """
     parser.add_argument(
         "spec",
         nargs="?",
@@ -135,7 +142,8 @@ def add_keys(parser: argparse.ArgumentParser) -> None:
         help="keys of the runs, which flags and --set override; or a table, as --data",
     )
     for flag, key, text in RUN_FLAGS:
-        parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
+        told = argparse.SUPPRESS if key in hidden else text
+        parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=told)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="any key of the runs")
 
 

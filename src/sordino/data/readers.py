@@ -153,8 +153,8 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     if words:
         raise SordinoError(
             f"data: feature columns {words} of '{path}' are not numeric; describe the table by a schema "
-            f"(sordino schema draft {path.name}), which encodes them, or drop them, or name one as the label, the "
-            "client or the person column."
+            f"(sordino schema draft {path.name}), which encodes them, or drop them, or name the column of the "
+            f"label (--label), of the client (--partition by-column:{words[0]}) or of the person (--person)."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values

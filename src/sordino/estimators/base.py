@@ -193,7 +193,13 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             run = dataclasses.replace(done, plan=run.plan, source=run.source)
             checkpoint = after_count(run)
         for this_round in simulate.run(
-            run.plan, run.model, run.records, run.source, start=int(counts), checkpoint=checkpoint
+            run.plan,
+            run.model,
+            run.records,
+            run.source,
+            start=int(counts),
+            checkpoint=checkpoint,
+            every_model=False,
         ):
             history.append(
                 {"round": this_round.t + 1, "epsilon": finite(spending.epsilon_after(run.plan, this_round.t))}
@@ -378,7 +384,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
 def warn_of_a_useless_model(why: str) -> None:
     """Say that a model is no better than a constant guess on the records that it was scored on."""
     warnings.warn(
-        f"the model is no better than a constant guess: {why}. The noise exceeds the signal, or features differ in "
+        f"the model is no better than a constant guess: {why}. The noise may exceed the signal, or features differ in "
         'scale: scale X by public figures, set normalize="l2", or raise epsilon. Another fit on the same data '
         "adds to the epsilon that is spent on them. These figures are those of the records that were passed to score, "
         "without noise: do not publish them if the records are private, as training records are.",

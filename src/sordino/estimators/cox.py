@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,7 +111,8 @@ class FederatedCox(FederatedEstimator):
         return survival.survival_of(self._outputs(X))
 
     def score(self, X: Any, y: Any = None) -> float:
-        """Harrell's concordance index on these records. A model at or below 0.5 raises a warning.
+        """Harrell's concordance index on these records. A model at or below 0.5, or within two standard errors
+        above it, raises a warning.
 
         With a schema, y may be left out if X has its columns.
         """
@@ -119,6 +121,14 @@ class FederatedCox(FederatedEstimator):
         index = survival.concordance(signed, risk)
         if not index > 0.5:
             warn_of_a_useless_model(f"its concordance is {index:.4g}, and that of equal risks is 0.5")
+        elif not index > 0.5 + survival.LEAST_ERRORS * survival.chance_error(signed):
+            warnings.warn(
+                f"these records do not show that the model is better than equal risks: its concordance is {index:.4g}, "
+                f"{survival.BY_CHANCE}. More records here would show it; a larger epsilon helps if the noise hides "
+                "the signal.",
+                UserWarning,
+                stacklevel=2,
+            )
         return index
 
     # ------------------------------------------------------------------------------------------------------- inside

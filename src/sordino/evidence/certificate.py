@@ -42,17 +42,17 @@ GENERAL = 3  # assumptions that every certificate has
 TUNING = "Tuning: "  # how the sentence on earlier tries begins
 STATISTICS = "statistics"  # the method of a certificate that is about counts which complete a schema
 
-NUMERICS = (
+NUMERICS = (  # {unit}: whose data are protected
     "Every released number is the exact sum of what was computed and Gaussian noise, rounded to a public grid: no tail "
     "of the noise is cut, and rounding is post-processing, so that the account of the Gaussian mechanism is exact.",
     f"Clips are enforced at {1 - SAFETY:.6f} of their stated value. That pays for rounding: sums are taken in float64, "
-    "or of at most 16 float32 terms at a time, and in that arithmetic one record moves them by no more than the stated "
+    "or of at most 16 float32 terms at a time, and in that arithmetic one {unit} moves them by no more than the stated "
     "sensitivity (proof: docs/numerics.md).",
 )
 
-SAMPLES = (
+SAMPLES = (  # {unit}: what minibatches are of
     "What sampling hides is composed numerically: an upper bound, by less than 1 % of epsilon where it is tight. A "
-    "millionth of δ is set aside for minibatches with more records than places."
+    "millionth of δ is set aside for minibatches with more {unit} than places."
 )
 
 INTEGERS = (
@@ -284,11 +284,19 @@ def _person(plan: Plan) -> dict[str, int | str] | None:
     return {"records": privacy.person_records, "clients": privacy.person_clients, "choice": privacy.person_choice}
 
 
-def numerics_of(cert: Mapping[str, Any]) -> list[str]:
-    """How numbers are computed, and by which account, as it follows from the other fields."""
+def numerics_of(cert: Mapping[str, Any], unit: str | None = None) -> list[str]:
+    """How numbers are computed, and by which account, as it follows from the other fields.
+
+    Args:
+        cert: the certificate.
+        unit: what a sum has a term of (default: what the certificate protects; earlier versions wrote record always).
+    """
     laws = {query["mechanism"] for query in cert["queries"]}
     integers = INTEGERS if events.DiscreteGaussian.name in laws else INTEGERS_AS_GAUSSIAN
-    return [*(integers if cert["secure"] else NUMERICS), *([SAMPLES] if draws(cert) else [])]
+    unit = unit or cert["unit"]
+    gaussian = [words.replace("{unit}", unit) for words in NUMERICS]
+    drawn = SAMPLES.replace("{unit}", "persons" if unit == Unit.PERSON else "records")
+    return [*(integers if cert["secure"] else gaussian), *([drawn] if draws(cert) else [])]
 
 
 def _counted(number: int, noun: str) -> str:

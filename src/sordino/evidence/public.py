@@ -389,6 +389,7 @@ CONSOLE = (
     ),
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than (a constant guess|before training): .+", TESTED),
+    Line(r"WARNING: the test records do not show that the model is better than a constant guess: .+", TESTED),
     Line(r"WARNING: the found ranges are rough .+", PLAN),
     Line(r"WARNING: no coefficient will have an interval, .+", PLAN),
     Line(rf"note: the calibration slope is {NUMBER}: risks are too sure.+", TESTED),
@@ -500,7 +501,7 @@ HEAD = """# The files of a run
 
 - `OUT/public/` may be published if the run is certified. Nothing in it is then computed from protected records but
   through noised releases. Of a run that is not certified nothing may be published, unless its data are public; the
-  console and `OUT/README.txt` say which it is.
+  console and `OUT/README.txt` say which it is. README.txt also says how ledgers call the run.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `schema.toml` (the schema that the run goes on with, of which the public
   one is a copy), `timings.jsonl` (how long rounds took, which depends on the records), `secret.toml` (whole paths of

@@ -49,6 +49,7 @@ from sordino.training.artifacts import adapter_sha256, save_model
 from sordino.training.evaluate import (
     evaluate,
     evaluate_fully,
+    hardly_better,
     no_better,
     of_constant,
     scores_to_compare,
@@ -455,15 +456,15 @@ class Coordinator:
         return {"metrics": {**whole, "constant": constant, "records": len(y)}}
 
     def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
-        """Why the model is no better than a constant guess on the coordinator's test records, if that is so."""
+        """Why the coordinator's test records do not show that the model is better than a constant guess; else empty."""
         if self._test is None:
             return {}
         x, y = self._test
-        why = (
-            no_better(data._replace(y_test=y.numpy()), scores_to_compare(self.model, model, x, y, unit=self._unit))
-            if len(y)
-            else ""
-        )
+        if not len(y):
+            return {}
+        data = data._replace(y_test=y.numpy(), person_test=None)
+        scores = scores_to_compare(self.model, model, x, y, unit=self._unit)
+        why = no_better(data, scores) or hardly_better(data, scores)
         return {"useless": why} if why else {}
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from sordino.training.survival import BY_CHANCE
+
 
 def score(line: dict[str, Any]) -> str:
     """How good the model is after a round, what it cost, and how many sites answered."""
@@ -108,8 +110,9 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
 
 def warning(why: str) -> str:
     """What a useless model means, and what helps."""
+    shown = "not shown to be better" if BY_CHANCE in why else "no better"
     return (
-        f"WARNING: the model is no better than a constant guess: {why}. The noise exceeds the signal, or features "
+        f"WARNING: the model is {shown} than a constant guess: {why}. The noise may exceed the signal, or features "
         "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon. "
         "Another run on the same data adds to the epsilon that is spent on them."
     )

@@ -40,7 +40,7 @@ from sordino.privacy.mechanisms.random import Secure, Seeded, Source
 from sordino.privacy.plan import Plan
 from sordino.training import evaluation_plan
 from sordino.training.artifacts import adapter_sha256, save_model
-from sordino.training.evaluate import evaluate, no_better, scores_to_compare
+from sordino.training.evaluate import evaluate, hardly_better, no_better, scores_to_compare
 from sordino.training.folder import SCHEMA
 from sordino.training.private_statistics import LARGER_EPSILON, found_schema, rough
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
@@ -576,7 +576,10 @@ class SiteRun:
         schema, none = self.site.config.table_schema, np.zeros(0)
         text = self.terms.learns_text
         data = Dataset("site", none, none, none, y.numpy(), None, self.terms.classes, schema=schema, sequences=text)
-        why = no_better(data, scores_to_compare(self.model, theta, x, y, unit=data.unit))
+        scores = scores_to_compare(self.model, theta, x, y, unit=data.unit)
+        if doubt := hardly_better(data, scores):
+            return {"hint": f"this site's test records do not show that the model is better than chance: {doubt}"}
+        why = no_better(data, scores)
         than, ask = ("before training", "") if text else ("a constant guess", "; are the features scaled?")
         where = f"the model is no better than {than} on this site's test records"
         return {"hint": f"{where}: {why}{ask}"} if why else {}

@@ -26,6 +26,7 @@ is too noisy.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -165,11 +166,16 @@ def clipped_risk(z: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
 
 def quadrature(varied: Tensor) -> tuple[Tensor, Tensor]:
     """Points of a normal distribution of this variance about 0, and their weights."""
-    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    nodes, weights = _nodes()
     spread = varied.clamp(LEAST_VARIANCE, MOST_VARIANCE).sqrt()
-    return spread * torch.as_tensor(nodes, device=varied.device), torch.as_tensor(
-        weights / weights.sum(), device=varied.device
-    )
+    return spread * torch.as_tensor(nodes, device=varied.device), torch.as_tensor(weights, device=varied.device)
+
+
+@functools.cache
+def _nodes() -> tuple[np.ndarray, np.ndarray]:
+    """Of the standard normal distribution; finding them takes longer than a step of the server."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(NODES)
+    return nodes, weights / weights.sum()
 
 
 def unclipped(varied: Tensor, intercept: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

@@ -316,7 +316,7 @@ def _without(records: Records, rows: np.ndarray) -> Records:
 
 def _noiseless_final(run: PreparedRun, records: Records) -> Tensor:
     """The model that a run without noise hands out."""
-    for this_round in simulate.run(_whole(run.plan), run.model, records, Noiseless()):
+    for this_round in simulate.run(_whole(run.plan), run.model, records, Noiseless(), every_model=False):
         final = this_round.model
     return final
 
@@ -420,7 +420,7 @@ def _rounds(
     sources = SharedDraws(source.fresh(), count, noise_factor).rows()
     theta = run.model.init().to(run.records.x).expand(count, -1).clone()
     either = [_next(run, records, 0, theta, ()) for records in neighbours]
-    for this_round in simulate.run(run.plan, run.model, neighbours[side], sources, theta=theta):
+    for this_round in simulate.run(run.plan, run.model, neighbours[side], sources, theta=theta, every_model=False):
         yield this_round, either
         theta = this_round.checkpoint.theta
         if this_round.t + 1 < run.plan.rounds:
@@ -432,7 +432,9 @@ def _next(run: PreparedRun, records: Records, t: int, theta: Tensor, checkpoint:
     """The models after round t if it adds no noise."""
     quiet = [Noiseless()] * len(theta)
     plan = _whole(run.plan)
-    rounds = simulate.run(plan, run.model, records, quiet, theta=theta, start=t, checkpoint=checkpoint)
+    rounds = simulate.run(
+        plan, run.model, records, quiet, theta=theta, start=t, checkpoint=checkpoint, every_model=False
+    )
     return next(rounds).checkpoint.theta.double()
 
 

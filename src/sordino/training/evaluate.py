@@ -17,7 +17,7 @@ from sordino.models.hazards import Hazards
 from sordino.models.linear import Loss
 from sordino.models.registry import BuiltModel
 from sordino.models.torch_model import TorchModel
-from sordino.training import metrics
+from sordino.training import metrics, survival
 from sordino.training.metrics import MARGIN, Task, entropy
 
 LEAST_AREA = 0.6  # a smaller AUC is called hardly better than chance, however many test records show it
@@ -187,6 +187,18 @@ def no_better(dataset: Dataset, scores: dict[str, Any]) -> str:
     if loss is None or not loss < (1 - MARGIN) * constant:
         return f"its log loss is {_number(loss)}, that of the prevalence is {constant:.4g}{_ranking(area, y)}"
     return "" if ranks else f"its AUC is {_number(area)}"
+
+
+def hardly_better(dataset: Dataset, scores: dict[str, Any]) -> str:
+    """Why the test records do not show that a survival model is better than equal risks, although its concordance is
+    above 0.5: it lies within two standard errors of chance (`survival.chance_error`). Empty for other models."""
+    index = scores.get("concordance")
+    if dataset.task != "survival" or index is None or not index > 0.5:
+        return ""
+    error = survival.chance_error(dataset.y_test, dataset.person_test)
+    if index > 0.5 + survival.LEAST_ERRORS * error:
+        return ""
+    return f"its concordance index is {_number(index)}, {survival.BY_CHANCE}"
 
 
 def _ranking(area: float | None, y: np.ndarray) -> str:

@@ -42,6 +42,7 @@ from sordino.version import __version__
 # The formats, and the usual name of a file of each.
 FORMATS = {"coefficients": "coefficients.csv", "torch": "model.pt2", "sklearn": "model.joblib", "onnx": "model.onnx"}
 SMALLEST = 1e-300  # stands for 0 in a divisor
+BASELINE = "(baseline)"  # of the hazard in an interval
 EQUAL = 1e-6  # a record whose centred norm is below this share of its norm has equal features
 OPSET, IR_VERSION = 17, 8  # of ONNX files, so that programs since 2022 read them
 
@@ -306,7 +307,8 @@ def _units_said(run: LoadedRun, what: str, ratio: str) -> str:
     """Comments: what an effect is about."""
     line = f"# {what}: of one unit of the table, which 'per' says, all else equal"
     line += f"; {ratio} = exp({what})" if ratio else ""
-    at_zero = "" if what == "log_hazard" else f" The intercept of {what} is that of a record with 0 in every number."
+    first = "baseline" if what == "log_hazard" else "intercept"
+    at_zero = f" The {first} of {what} is that of a record with 0 in every number."
     line += f".{at_zero} Values beyond a public range are "
     line += "clamped.\n"
     line += (
@@ -378,14 +380,15 @@ def contrast(run: LoadedRun) -> str:
 
 
 def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.ndarray) -> None:
-    """Weights of features, and one intercept per interval."""
+    """Weights of features, and the baseline of each interval: a survival model has no intercept."""
     edges = (0.0, *run.edges)
     intervals = [f"{start:g} to {end:g}" for start, end in itertools.pairwise(edges)]
     names = list(run.features) or [f"x{k}" for k in range(len(weight))]
     with files.replacing(out) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
         file.write(
-            "# the hazard in an interval is 1 / (1 + exp(-(its intercept + sum of weight * feature))); survival is the "
-            f"product of 1 - hazard\n# features: encoded features; {preparation(run).words}\n"
+            "# the hazard in an interval is 1 / (1 + exp(-(its baseline + sum of weight * feature))); survival is the "
+            "product of 1 - hazard; as in Cox's model there is no intercept\n"
+            f"# features: encoded features; {preparation(run).words}\n"
         )
         table = csv.writer(file, lineterminator="\n")
         found = effects(weight, 0.0, run.schema, _scale_of_all(run, preparation(run)))
@@ -396,9 +399,9 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
                 )
             )
         table.writerow(["feature", "interval", "weight", *(["per", "log_hazard", "hazard_ratio"] if found else [])])
-        blank = [""] * (3 if found else 0)
         for interval, b in zip(intervals, constant, strict=True):
-            table.writerow([INTERCEPT, interval, repr(float(b)), *blank])
+            at_zero = ["", _short(float(b) + found.intercept), ""] if found else []
+            table.writerow([BASELINE, interval, repr(float(b)), *at_zero])
         for k, name in enumerate(names):
             effect = [] if found is None else [found.per[k], _short(found.effect[k]), _ratio(found.effect[k])]
             table.writerow([cell(name), "", repr(float(weight[k])), *effect])

@@ -41,7 +41,8 @@ PRIVATE = """private/  must not be published, and only its owner can read it. It
           it: without run.key and ledger.db the run cannot be resumed, and its certificate cannot be compared with
           its ledger.
 """
-
+NAMED = "In ledgers the name of this run is {name} (sordino ledger show FILE.db).\n"
+SHOWN_NAME = 16  # characters
 
 # Where the files of runs are in the folder of a federation, of a site, of a coordinator, and of many runs.
 PLACES = ("run", "coordinator/run", "runs/*", "sites/*", "sites/*/runs/*", "*", "*/runs/*", "*/public", "*/private")
@@ -62,13 +63,23 @@ def tested_on(cert: Mapping[str, Any]) -> str:
     return f"the {count(tested, 'test record')} ({tested / max(1, tested + trained):.0%} of all records)"
 
 
-def readme(cert: Mapping[str, Any], *, data_public: bool) -> str:
-    """README.txt of a finished run: what may be published, and what is not protected.
+def readme(cert: Mapping[str, Any], *, data_public: bool, name: str) -> str:
+    """README.txt of a finished run: what may be published, what is not protected, and how ledgers call it.
 
     Args:
       cert: the certificate.
       data_public: everybody may see the records, as those of a benchmark.
+      name: of the run in ledgers.
     """
+    return _readme(cert, data_public) + NAMED.format(name=shown_name(name))
+
+
+def shown_name(name: str) -> str:
+    """The name of a run in ledgers, as people see it."""
+    return name[:SHOWN_NAME]
+
+
+def _readme(cert: Mapping[str, Any], data_public: bool) -> str:
     if not publishable(cert, data_public):
         reasons = "; ".join(cert["reasons"])
         seed = SEED if cert["noise_source"] == "seeded" else ""

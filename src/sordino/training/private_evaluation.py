@@ -38,7 +38,7 @@ from sordino.privacy.plan import Plan
 from sordino.training import noised_metrics, shared_ledger
 from sordino.training.evaluate import task_of
 from sordino.training.evaluation_plan import Settings, assumptions, choose_bins, measure, plan_of, release, tally_of
-from sordino.training.folder import EVALUATION_FILE, RunFolder
+from sordino.training.folder import EVALUATION_FILE, NAMED, RunFolder, shown_name
 from sordino.training.metrics import Task
 from sordino.training.predict import LoadedRun, load_run
 from sordino.training.shared_ledger import SharedLedger
@@ -236,7 +236,7 @@ def evaluate_into(
     (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
     folder.level_times()
-    folder.write_readme(readme(cert))
+    folder.write_readme(readme(cert) + NAMED.format(name=shown_name(identity)))
     return found, cert
 
 

@@ -471,7 +471,8 @@ def finish(run: PreparedRun, out: Path, history: list[dict[str, Any]], signer: S
     (folder.public / "statement.md").write_bytes(text.encode())
     (folder.public / "certificate.json").write_text(json.dumps(cert, indent=2) + "\n", encoding="utf-8")
     folder.level_times()
-    folder.write_readme(readme(cert, data_public=resolved.source.open))
+    name = run.identity(keys.identity)
+    folder.write_readme(readme(cert, data_public=resolved.source.open, name=name))
     return cert
 
 

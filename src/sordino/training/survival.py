@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+LEAST_ERRORS = 2.0  # a concordance that is fewer standard errors above 0.5 may be chance
+BY_CHANCE = "within two standard errors of 0.5, which is chance"
 LEAST_SHARE_SEEN = 0.05  # an edge that fewer records are followed up to has no Brier score: its weights explode
 
 
@@ -65,6 +67,36 @@ def concordance(y: np.ndarray, risk: np.ndarray) -> float:
     below, equal = _ranks_in_prefix(rank.reshape(-1), prefix, rank.reshape(-1)[event])
     pairs = prefix.sum()
     return float((below.sum() + equal.sum() / 2) / pairs) if pairs else math.nan
+
+
+def chance_error(y: np.ndarray, person: np.ndarray | None = None) -> float:
+    """The standard error of the concordance of risks that say nothing of these times: about one half.
+
+    With risks in random order, the number of ordered pairs has the variance (sum of (f - l)² + pairs) / 12, where f and
+    l count the comparable pairs in which a record has the event first and in which it comes later. If all
+    events come at one time, this is the error of Mann and Whitney. Equal risks make it smaller. The records of one
+    person may be alike in any way, so the variance is multiplied by the most records of a person.
+
+    Args:
+      y: signed times.
+      person: whom each record is about; None where each is about another one.
+
+    Returns:
+      The standard error; NaN where no pair is comparable.
+
+    >>> chance_error(np.array([1.0, -2.0]))
+    0.5
+    """
+    time, event = np.abs(y), y > 0
+    times, events, censored = np.sort(time), np.sort(time[event]), np.sort(time[~event])
+    after = len(y) - np.searchsorted(times, time, side="right")
+    beside = np.searchsorted(censored, time, side="right") - np.searchsorted(censored, time, side="left")
+    first = np.where(event, after + beside, 0).astype(np.float64)
+    before = np.searchsorted(events, time, side="left")
+    later = np.where(event, before, np.searchsorted(events, time, side="right")).astype(np.float64)
+    pairs = first.sum()
+    most = 1 if person is None or not len(person) else int(np.unique(person, return_counts=True)[1].max())
+    return math.sqrt(most * (np.square(first - later).sum() + pairs) / 12) / pairs if pairs else math.nan
 
 
 def _ranks_in_prefix(rank: np.ndarray, prefix: np.ndarray, value: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
