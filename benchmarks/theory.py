@@ -4,9 +4,9 @@
     python benchmarks/theory.py --data-dir DIR           all parts
     python benchmarks/theory.py --data-dir DIR --parts paths,adamw
 
-A theorem's bound stands beside what is measured and beside what holds without it. `sofim`, `fedgd` and `fednew` are least
-squares and quadratics, the theorems' own ground, with every constant read off the data. `paths` and `adamw` measure
-the constants on CIFAR-10 features, MNIST and Adult.
+A theorem's bound stands beside what is measured and beside what holds without it. `sofim`, `fedgd`, `recursion` and
+`fednew` are least squares and quadratics, the theorems' own ground, with every constant read off the data. `paths` and
+`adamw` measure the constants on CIFAR-10 features, MNIST and Adult. `--parts none` writes the page again.
 """
 
 from __future__ import annotations
@@ -384,7 +384,7 @@ def _sampling(f: Softmax, owner: np.ndarray) -> float:
 
 
 def recursion() -> list[dict[str, Any]]:
-    """The proof's own recursion inside every hypothesis: L = 1/6, no sampling noise, the gamma and lr of the theorem."""
+    """The proof's own recursion inside every hypothesis: L = 1/6, no sampling noise, the theorem's gamma and lr."""
     rows = []
     for dim, noise, rounds in RECURSIONS:
         curves, start = np.full(dim, 1 / 6), np.full(dim, math.sqrt(5 / dim))
@@ -490,8 +490,8 @@ PAGE = """\
 # What the papers' convergence theorems say in numbers
 
 `{command}`; raw figures in `results/theory.json`. Parts on least squares: {clients} clients with {records} records
-each, {dim} parameters, ε = {epsilon:g} unless stated, nothing clipped. L, μ and G_max come from the data and {runs} runs, and
-the Young parameters τ are optimal.
+each, {dim} parameters, ε = {epsilon:g} unless stated, nothing clipped. L, μ and G_max come from the data and {runs}
+runs, and the Young parameters τ are optimal.
 
 ## DP-FedSOFIM, Theorem 4.21: E F(θ_T) − F*
 
@@ -511,11 +511,12 @@ Trivial bound: G_max², by assumption. The coupling term is again C²/ρ times a
 
 ## DP-FedGD, Theorem 4.26: its floor
 
-Γ / (2 μ lr c) with Γ / lr = ζ² / 2τ + L lr (C² + d ν²) / 2 and c = 1 − τ/2, at the best τ. {gd_rounds} rounds, {gd_runs} runs.
-*Exact* is the closed form for a quadratic. **The statement holds and is loose**: C² stands for the squared gradient, so
-the floor keeps L lr C² / 4μ when the noise vanishes, where DP-FedGD converges. *With |∇F|²* is the floor that the same
-proof gives without that step, L lr d ν² / (4 μ (1 − L lr / 2)), where nothing is clipped. The theorem says nothing
-where its floor exceeds the gap before training. At C = 0.5 most records are clipped (ζ is measured on the path).
+Γ / (2 μ lr c) with Γ / lr = ζ² / 2τ + L lr (C² + d ν²) / 2 and c = 1 − τ/2, at the best τ. {gd_rounds} rounds,
+{gd_runs} runs. *Exact* is the closed form for a quadratic. **The statement holds and is loose**: C² stands for the
+squared gradient, so the floor keeps L lr C² / 4μ when the noise vanishes, where DP-FedGD converges. *With |∇F|²* is the
+floor that the same proof gives without that step, L lr d ν² / (4 μ (1 − L lr / 2)), where nothing is clipped. The
+theorem says nothing where its floor exceeds the gap before training. At C = 0.5 records are clipped, and ζ is measured
+on the path.
 
 {fedgd}
 
@@ -524,9 +525,9 @@ where its floor exceeds the gap before training. At C = 0.5 most records are cli
 ⟨∇F, H ∇F⟩ ≥ α_H |∇F|² and E|H G|² ≤ σ_H² (C² + d ν²) along the path, and the "schematic" floor
 (B_H + L lr σ_H² (C² + d ν²)) / (2 μ α_H). The paper measures none of them, and gives no formula for B_H; here it is the
 largest mean of −⟨∇F, H (G − ∇F)⟩ over the runs, with which the one-step descent holds. μ is the least |∇F|² / 2(F − F*)
-on the path, because softmax heads are not strongly convex. Setting of the paper: {path_clients} clients, mean over clients,
-untrusted server, {path_rounds} rounds, β = {beta:g}, lr = ρ / L, C = 10 on CIFAR-10 features and 2 on MNIST (7 × 7) and
-Adult; {path_runs} runs. For H = I/ρ, ρ α_H = 1 and ρ² σ_H² is the value for H = I.
+on the path, because softmax heads are not strongly convex. Setting of the paper: {path_clients} clients, mean over
+clients, untrusted server, {path_rounds} rounds, β = {beta:g}, C = 10 on CIFAR-10 features. C = 2 on MNIST (7 × 7) and
+Adult; lr = ρ / L; {path_runs} runs. For H = I/ρ, ρ α_H = 1 and ρ² σ_H² is the value for H = I.
 
 *Gain* is α_H² / σ_H² relative to H = I: by how much H lowers the noise part of the floor below that of DP-FedGD with
 the same descent. {gain}
@@ -538,20 +539,21 @@ the same descent. {gain}
 ≲ √(L Δ σ_l² / (S K R τ²)) + L Δ / R + σ² G_g² / (sR)², with the hidden constant set to 1. In the last term sR is the
 minibatch where the noise is added, but R is the number of rounds elsewhere; both readings are shown. The statement as
 printed has no τ in the first term, its proof has. The hypotheses ask for γ ≤ γ / 6L, so L ≤ 1/6. DP-FedAdamW on Adult
-(Dirichlet 0.5, {path_clients} clients, K = {steps}, minibatches of {batch}, τ = {tau:g}, lr = {lr:g}, C = 1), where **L = {adamw_l},
-so the theorem does not apply**:
+(Dirichlet 0.5, {path_clients} clients, K = {steps}, minibatches of {batch}, τ = {tau:g}, lr = {lr:g}, C = 1) has
+L = {adamw_l}, which its Hessian reaches at θ = 0. **The theorem does not apply**:
 
 {adamw}
 
 The recursion that the proof analyses (the server steps by γ Δ_G), inside every hypothesis: a quadratic with L = 1/6, no
-sampling noise, C = 1, K = 5, 10 clients, minibatches of 16, γ and the local step as large as allowed. **With R as rounds the
-theorem is contradicted**: the noise does not fall with the rounds. **With sR as minibatch the noise term lacks the
-dimension and the clip**: the error grows with both.
+sampling noise, C = 1, K = 5, 10 clients, minibatches of 16, γ and the local step as large as allowed. **With R as
+rounds the theorem is contradicted**: the noise does not fall with the rounds. **With sR as minibatch the noise term
+lacks the dimension and the clip**: the error grows with both.
 
 {recursion}
 
-Every condition on the local step bounds it from above, and the bound does not depend on it. The algorithm moves by the mean
-update, so with a local step near 0 it stays at θ_0: for the algorithm the theorem cannot hold as stated.
+Every condition on the local step bounds it from above, and the bound does not depend on it. The algorithm as we
+reconstruct it (its main text is not at hand) moves by the mean update, so with a local step near 0 it stays at θ_0:
+for that algorithm the theorem cannot hold as stated.
 
 ## DP-FedNew, Theorem 8: E|y − y*|² ≤ σ² (α + ρ) d / (n β₂)
 
@@ -569,8 +571,8 @@ def gain_text(rows: list[dict[str, Any]]) -> str:
     least, most = (short(choose(float(r["gain"]) for r in rows)) for choose in (min, max))
     vacuous = sum(r["floor"] is None or r["floor"] >= r["start"] for r in rows)
     return (
-        f"It is between {least} and {most}, and above 1 in {len(above)} of {len(rows)} cases. The floor says less than the "
-        f"model before training in {vacuous} of {len(rows)}."
+        f"It is between {least} and {most}, and above 1 in {len(above)} of {len(rows)} cases. The floor is no better "
+        f"than the model before training in {vacuous} of {len(rows)}."
     )
 
 
@@ -618,18 +620,20 @@ NEED_DATA = ("paths", "adamw")
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", help="where cifar10_resnet20.npz and the files of MNIST and a9a lie")
-    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all, or those that need no data)")
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)}, or none (default: all that can run)")
     arguments = parser.parse_args()
-    chosen = (
-        arguments.parts.split(",")
-        if arguments.parts
-        else [n for n in PARTS if arguments.data_dir or n not in NEED_DATA]
-    )
+    if arguments.parts == "none":
+        chosen = []
+    elif arguments.parts:
+        chosen = arguments.parts.split(",")
+    else:
+        chosen = [name for name in PARTS if arguments.data_dir or name not in NEED_DATA]
     if unknown := [name for name in chosen if name not in PARTS or (name in NEED_DATA and not arguments.data_dir)]:
         parser.error(f"parts {', '.join(unknown)}: unknown, or need --data-dir")
     held = ROOT / "results" / "theory.json"
     document = json.loads(held.read_text()) if held.exists() else {}
-    document["provenance"] = provenance("python benchmarks/theory.py --data-dir DIR")
+    if chosen:
+        document["provenance"] = provenance("python benchmarks/theory.py --data-dir DIR")
     for name in chosen:
         document[name] = json.loads(json.dumps(PARTS[name](arguments.data_dir or "")), parse_constant=lambda _: None)
         held.write_text(text(rounded(document)), encoding="utf-8")

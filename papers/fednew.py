@@ -96,7 +96,7 @@ def newton(method: str, name: str) -> tuple[Rival, ...]:
 
 DUALS = newton("dp-fednew", "DP-FedNew")[0]
 BEST_DAMPING = ((0.01, 1.0), (0.1, 1.0), (0.1, 0.1))  # alpha and rho: the best with 500 clients, of damping's lines
-EPOCHS: PrintedFigures = {t: (None, None) for t in (1, 10, 30, 50, 70)}  # columns of tables 6 and 12
+EPOCHS: PrintedFigures = dict.fromkeys((1, 10, 30, 50, 70), (None, None))  # columns of tables 6 and 12
 
 COVARIANCE = (*FIRST_ORDER, *newton("dp-fednew-fc", "DP-FedNew-FC"))
 EVERYONE = (*COVARIANCE, *newton("dp-fednew", "DP-FedNew"))

@@ -1,4 +1,4 @@
-"""Constants of convergence theorems, measured on data: eigenvalues of Hessians, and what a preconditioner does on a path.
+"""Constants of convergence theorems, measured on data: eigenvalues of Hessians, and a preconditioner's on a path.
 
 Nothing here is private: these are figures for a study whose data are public, and they are never released by a method.
 """
@@ -57,7 +57,8 @@ def largest_eigenvalues(times: Callable[[Tensor], Tensor], start: Tensor, steps:
         ended = size <= 1e-10 * tridiagonal[:, 0, 0].abs().unsqueeze(-1) + 1e-300  # an invariant space was found
         tridiagonal[:, k, k + 1] = tridiagonal[:, k + 1, k] = torch.where(ended, 0.0, size)[:, 0]
         basis.append(torch.where(ended, 0.0, v / size.clamp_min(1e-300)))
-    return torch.linalg.eigvalsh(tridiagonal)[:, -1]
+    largest: Tensor = torch.linalg.eigvalsh(tridiagonal)[:, -1]
+    return largest
 
 
 def client_eigenvalues(
@@ -74,7 +75,8 @@ def client_eigenvalues(
         for first in range(0, len(clients), most):
             part = clients[first : first + most]
             shards = [records.shard(client) for client in part]
-            stacked = Shard(*(torch.stack([shard[k] for shard in shards]) for k in range(3)))
+            x, y = torch.stack([shard.x for shard in shards]), torch.stack([shard.y for shard in shards])
+            stacked = Shard(x, y, torch.stack([shard.mask for shard in shards]))
             times = _times(model, theta.detach().to(stacked.x), stacked, clip, size)
             start = torch.randn(len(part), model.size, generator=generator, dtype=torch.float64)
             found[part] = largest_eigenvalues(times, start.to(stacked.x.device), steps).cpu()

@@ -549,7 +549,7 @@ class AdamWSetting:
         limits += [(gamma**3 * self.clients * self.steps) ** -0.25]
         if gradients > 0:
             limits.append(math.sqrt(self.smooth * self.gap / (gradients * gamma**3 * rounds)))
-        return min(limits) / (self.steps * self.smooth)
+        return float(min(limits)) / (self.steps * self.smooth)
 
 
 def adamw_error(

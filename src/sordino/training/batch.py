@@ -195,7 +195,8 @@ def _train(
         accuracy = {t: values["accuracy"][i] for t, values in curves.items() if "accuracy" in values}
         traffic, norms_of_run = (sent, received), tuple(signal.tolist())
         seen = {t: found[i] for t, found in watched.items()}
-        yield Trained(run, plan, model, final.cpu(), scores, accuracy, norms_of_run, traffic, seconds, cpu_seconds, seen)
+        known = (scores, accuracy, norms_of_run, traffic, seconds, cpu_seconds, seen)
+        yield Trained(run, plan, model, final.cpu(), *known)
 
 
 def _norms(aggregates: list[Tensor]) -> Tensor:
