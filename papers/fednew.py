@@ -360,8 +360,8 @@ def eigenvalues(request: TableRequest) -> TableResult:
     wants = []
     for n in _of_table(request, (100, 500)):
         for alpha, rho in BEST_DAMPING:
-            labels = {"n": n, "alpha": alpha, "rho": rho}
-            wants.append(Want({"figure": "accuracy", **labels}, _damped(request, DUALS, n, alpha, rho), EPOCHS))
+            labels = {"measure": "accuracy", "n": n, "what": f"α = {alpha:g}, ρ = {rho:g}"}
+            wants.append(Want(labels, _damped(request, DUALS, n, alpha, rho), EPOCHS))
     seeds = request.seeds or SEEDS
     runs = attempt(request, wants, range(1, seeds + 1), split=1, watch=watch)
     lines = []
@@ -369,13 +369,13 @@ def eigenvalues(request: TableRequest) -> TableResult:
         part = runs[k * seeds : (k + 1) * seeds]
         lines.append(line(want, part))
         for name in clips:
-            lines.append(watched_line(want, part, name, {**want.labels, "figure": name}, 3))
+            lines.append(watched_line(want, part, name, {**want.labels, "measure": name}, 3))
     notes = (
         "the paper prints no body of its tables 6 and 12, so no value stands beside these",
         "DP-FedNew with duals, eta = C1 = C2 = Delta_H = 1, epsilon 1, secure aggregation, one record joins or leaves",
         "the three best settings of fednew-alpha-rho with duals; Hessians are clipped in the Frobenius norm",
     )
-    return TableResult(lines, "figure", notes)
+    return TableResult(lines, "measure", notes)
 
 
 # ------------------------------------------------------------------------------------------------------------ tables

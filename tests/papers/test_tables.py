@@ -311,7 +311,7 @@ def test_eigenvalues_are_those_of_the_models_of_the_lines(tmp_path):
     smoke.prepare(table, tmp_path)
     request = tables.TableRequest(table, str(tmp_path), seeds=1, clients=(100,), rounds=2)
     lines = fednew.eigenvalues(request).lines
-    assert [each["labels"]["figure"] for each in lines[:3]] == [
+    assert [each["labels"]["measure"] for each in lines[:3]] == [
         "accuracy",
         "λ_max of clipped H_i",
         "λ_max before clipping",
