@@ -1,4 +1,4 @@
-"""What the papers' convergence theorems say in numbers: results/theory.json and results/theory.md.
+"""What the papers' convergence theorems say in numbers: results/theory.json, which docs/results/theory.md shows.
 
     python benchmarks/theory.py                          the parts that need no data; the others stay as they are
     python benchmarks/theory.py --data-dir DIR           all parts
@@ -6,7 +6,7 @@
 
 A theorem's bound stands beside what is measured and beside what holds without it. `sofim`, `fedgd`, `recursion` and
 `fednew` are least squares and quadratics, the theorems' own ground, with every constant read off the data. `paths` and
-`adamw` measure the constants on CIFAR-10 features, MNIST and Adult. `--parts none` writes the page again.
+`adamw` measure the constants on CIFAR-10 features, MNIST and Adult.
 """
 
 from __future__ import annotations
@@ -95,7 +95,6 @@ def _verdict(verdict: theory.BoundCheck, measured: torch.Tensor) -> dict[str, An
         "vacuous": verdict.vacuous,
         "measured": float(measured.mean()),
         "se": float(measured.std() / math.sqrt(len(measured))),
-        "runs": len(measured),
     }
 
 
@@ -143,7 +142,8 @@ def fedgd(clip: float, epsilon: float, lr: float) -> dict[str, Any]:
         "lr": lr,
         "noise": noise,
         "bias": bias,
-        **check._asdict(),
+        "floor": check.floor,
+        "start": check.start,
         "vacuous": check.vacuous,
         "sharper": theory.fedgd_sharper_floor(c) if bare else None,
         "exact": exact if bare else None,
@@ -168,7 +168,7 @@ def _mean(samples: torch.Tensor) -> dict[str, float]:
 
 
 def fedgd_table(rows: list[dict[str, Any]]) -> str:
-    head = ["C", "ε", "lr", "measured", "exact", "floor of the theorem", "floor with |∇F|²", "before training", "says"]
+    head = ["C", "ε", "lr", "measured", "exact", "floor of the theorem", "floor without C²", "before training", "says"]
     return markdown(
         head,
         [
@@ -368,7 +368,6 @@ def adamw(folder: str) -> list[dict[str, Any]]:
                     "rounds": count,
                     "smooth": smooth,
                     **setting.terms(count)._asdict(),
-                    "start_gradient": float(squares[0].mean()),
                     **_mean(torch.stack(squares[:count]).mean(0)),
                 }
             )
@@ -473,7 +472,6 @@ def fednew_rows() -> list[dict[str, Any]]:
                 "beta_2": theory.fednew_rate(alpha, rho, CLIENTS, lipschitz),
                 "bound": theory.fednew_bound(sigma, alpha, rho, DIM, CLIENTS, lipschitz),
                 "measured": measured,
-                "samples": samples,
                 "beta_2_that_would_fit": sigma**2 * (alpha + rho) * DIM / (CLIENTS * measured),
             }
         )
@@ -513,21 +511,21 @@ Trivial bound: G_max², by assumption. The coupling term is again C²/ρ times a
 
 Γ / (2 μ lr c) with Γ / lr = ζ² / 2τ + L lr (C² + d ν²) / 2 and c = 1 − τ/2, at the best τ. {gd_rounds} rounds,
 {gd_runs} runs. *Exact* is the closed form for a quadratic. **The statement holds and is loose**: C² stands for the
-squared gradient, so the floor keeps L lr C² / 4μ when the noise vanishes, where DP-FedGD converges. *With |∇F|²* is the
-floor that the same proof gives without that step, L lr d ν² / (4 μ (1 − L lr / 2)), where nothing is clipped. The
-theorem says nothing where its floor exceeds the gap before training. At C = 0.5 records are clipped, and ζ is measured
-on the path.
+squared gradient, so the floor keeps L lr C² / 4μ when the noise vanishes, where DP-FedGD converges. *Without C²* is
+the floor that the same proof gives with the squared gradient, L lr d ν² / (4 μ (1 − L lr / 2)), where nothing is
+clipped. The theorem says nothing where its floor exceeds the gap before training. At C = 0.5 records are clipped, and
+ζ is measured on the path.
 
 {fedgd}
 
 ## DP-FedSOFIM, section 4.7: α_H and σ_H on real data
 
-⟨∇F, H ∇F⟩ ≥ α_H |∇F|² and E|H G|² ≤ σ_H² (C² + d ν²) along the path, and the "schematic" floor
-(B_H + L lr σ_H² (C² + d ν²)) / (2 μ α_H). The paper measures none of them, and gives no formula for B_H; here it is the
-largest mean of −⟨∇F, H (G − ∇F)⟩ over the runs, with which the one-step descent holds. μ is the least |∇F|² / 2(F − F*)
-on the path, because softmax heads are not strongly convex. Setting of the paper: {path_clients} clients, mean over
-clients, untrusted server, {path_rounds} rounds, β = {beta:g}, C = 10 on CIFAR-10 features. C = 2 on MNIST (7 × 7) and
-Adult; lr = ρ / L; {path_runs} runs. For H = I/ρ, ρ α_H = 1 and ρ² σ_H² is the value for H = I.
+⟨∇F, H ∇F⟩ ≥ α_H |∇F|² and E|H G|² ≤ σ_H² (C² + d ν²) along the path, and the "schematic" floor (B_H + L lr σ_H² (C² +
+d ν²)) / (2 μ α_H). The paper measures none of them, and gives no formula for B_H; here it is the largest mean of
+−⟨∇F, H (G − ∇F)⟩ over the runs, with which the one-step descent holds. μ is the least |∇F|² / 2(F − F*) on the path,
+because softmax heads are not strongly convex. Setting of the paper: {path_clients} clients, mean over clients,
+untrusted server, {path_rounds} rounds, β = {beta:g}, C = 10 on CIFAR-10 features. C = 2 on MNIST (7 × 7) and Adult;
+lr = ρ / L; {path_runs} runs. For H = I/ρ, ρ α_H = 1 and ρ² σ_H² is the value for H = I.
 
 *Gain* is α_H² / σ_H² relative to H = I: by how much H lowers the noise part of the floor below that of DP-FedGD with
 the same descent. {gain}
@@ -538,16 +536,18 @@ the same descent. {gain}
 
 ≲ √(L Δ σ_l² / (S K R τ²)) + L Δ / R + σ² G_g² / (sR)², with the hidden constant set to 1. In the last term sR is the
 minibatch where the noise is added, but R is the number of rounds elsewhere; both readings are shown. The statement as
-printed has no τ in the first term, its proof has. The hypotheses ask for γ ≤ γ / 6L, so L ≤ 1/6. DP-FedAdamW on Adult
-(Dirichlet 0.5, {path_clients} clients, K = {steps}, minibatches of {batch}, τ = {tau:g}, lr = {lr:g}, C = 1) has
-L = {adamw_l}, which its Hessian reaches at θ = 0. **The theorem does not apply**:
+printed has no τ in the first term, its proof has. *Measured / sum* takes sR as the minibatch. The hypotheses ask for
+γ ≤ γ / 6L, so L ≤ 1/6. DP-FedAdamW on Adult (Dirichlet 0.5, {path_clients} clients, K = {steps}, minibatches of
+{batch}, τ = {tau:g}, lr = {lr:g}, C = 1) has L = {adamw_l}, which its Hessian reaches at θ = 0. **The theorem does
+not apply**:
 
 {adamw}
 
-The recursion that the proof analyses (the server steps by γ Δ_G), inside every hypothesis: a quadratic with L = 1/6, no
-sampling noise, C = 1, K = 5, 10 clients, minibatches of 16, γ and the local step as large as allowed. **With R as
+The recursion that the proof analyses (the server steps by γ Δ_G), inside every hypothesis: a quadratic with L = 1/6,
+no sampling noise, C = 1, K = 5, 10 clients, minibatches of 16, γ and the local step as large as allowed. **With R as
 rounds the theorem is contradicted**: the noise does not fall with the rounds. **With sR as minibatch the noise term
-lacks the dimension and the clip**: the error grows with both.
+lacks the dimension and the clip**: the error grows with both. The proof would cover the noise if σ_l² counted it, as
+σ_l² + d σ² C² / b².
 
 {recursion}
 
@@ -567,12 +567,17 @@ fails for every choice: condition (F.1) at equal θ says L_q ≥ |H_i + αI| ≥
 
 
 def gain_text(rows: list[dict[str, Any]]) -> str:
-    above = [r for r in rows if r["gain"] > 1]
+    above = list(dict.fromkeys(f"{r['data']}, {r['partition']}" for r in rows if r["gain"] > 1))
     least, most = (short(choose(float(r["gain"]) for r in rows)) for choose in (min, max))
     vacuous = sum(r["floor"] is None or r["floor"] >= r["start"] for r in rows)
+    # L lr = rho
+    bare = [r["rho"] * r["sigma"] * r["second"] / (2 * r["flatness"] * r["alpha"]) for r in rows]
+    without = sum(floor >= r["start"] for floor, r in zip(bare, rows, strict=True))
     return (
-        f"It is between {least} and {most}, and above 1 in {len(above)} of {len(rows)} cases. The floor is no better "
-        f"than the model before training in {vacuous} of {len(rows)}."
+        f"It lies between {least} and {most}, and is above 1 for {'; '.join(above) or 'none'}. Where G = ∇F it cannot be "
+        "above 1, because (1 − w x)² ≤ 1 − (2w − w²) x for x ≤ 1: H must cut noise more than it cuts the gradient.\n\n"
+        f"The floor is no better than the model before training in {vacuous} of {len(rows)} cases, and with B_H = 0 in "
+        f"{without}."
     )
 
 
@@ -620,26 +625,19 @@ NEED_DATA = ("paths", "adamw")
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--data-dir", help="where cifar10_resnet20.npz and the files of MNIST and a9a lie")
-    parser.add_argument("--parts", help=f"of {','.join(PARTS)}, or none (default: all that can run)")
+    parser.add_argument("--parts", help=f"of {','.join(PARTS)} (default: all that can run)")
     arguments = parser.parse_args()
-    if arguments.parts == "none":
-        chosen = []
-    elif arguments.parts:
-        chosen = arguments.parts.split(",")
-    else:
-        chosen = [name for name in PARTS if arguments.data_dir or name not in NEED_DATA]
+    everything = [name for name in PARTS if arguments.data_dir or name not in NEED_DATA]
+    chosen = arguments.parts.split(",") if arguments.parts else everything
     if unknown := [name for name in chosen if name not in PARTS or (name in NEED_DATA and not arguments.data_dir)]:
         parser.error(f"parts {', '.join(unknown)}: unknown, or need --data-dir")
     held = ROOT / "results" / "theory.json"
     document = json.loads(held.read_text()) if held.exists() else {}
-    if chosen:
-        document["provenance"] = provenance("python benchmarks/theory.py --data-dir DIR")
+    document["provenance"] = provenance("python benchmarks/theory.py --data-dir DIR")
     for name in chosen:
         document[name] = json.loads(json.dumps(PARTS[name](arguments.data_dir or "")), parse_constant=lambda _: None)
         held.write_text(text(rounded(document)), encoding="utf-8")
-    report = page(json.loads(held.read_text(encoding="utf-8")))
-    (ROOT / "results" / "theory.md").write_text(report, encoding="utf-8")
-    print(report)
+    print(page(json.loads(held.read_text(encoding="utf-8"))))
 
 
 if __name__ == "__main__":
