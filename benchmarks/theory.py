@@ -66,7 +66,7 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
     gradients = torch.stack([(theta - best) @ H for theta in path]).norm(dim=-1)
     gaps = [0.5 * ((theta - best) @ H * (theta - best)).sum(-1) for theta in path]
     curves = torch.linalg.eigvalsh(H)
-    constants = theory.Descent(
+    c = theory.Descent(
         clip=clip,
         rho=rho,
         lr=step * rho,
@@ -83,9 +83,9 @@ def sofim(radius: float, clip: float, rho: float, step: float, rounds: int) -> d
         "rho": rho,
         "step": step,
         "rounds": rounds,
-        "constants": constants._asdict(),
-        "convex": _verdict(theory.sofim_convex(constants, rounds, first), gaps[-1]),
-        "stationary": _verdict(theory.sofim_stationary(constants, rounds, first), gradients[:-1].square().mean(0)),
+        "constants": {key: getattr(c, key) for key in ("noise", "smooth", "convex", "steepest")},
+        "convex": _verdict(theory.sofim_convex(c, rounds, first), gaps[-1]),
+        "stationary": _verdict(theory.sofim_stationary(c, rounds, first), gradients[:-1].square().mean(0)),
     }
 
 
@@ -528,7 +528,7 @@ untrusted server, {path_rounds} rounds, β = {beta:g}, C = 10 on CIFAR-10 featur
 lr = ρ / L; {path_runs} runs. For H = I/ρ, ρ α_H = 1 and ρ² σ_H² is the value for H = I.
 
 *Gain* is α_H² / σ_H² relative to H = I: by how much H lowers the noise part of the floor below that of DP-FedGD with
-the same descent. {gain}
+the same descent, at the measured constants. {gain}
 
 {paths}
 
@@ -573,9 +573,10 @@ def gain_text(rows: list[dict[str, Any]]) -> str:
     # L lr = rho
     bare = [r["rho"] * r["sigma"] * r["second"] / (2 * r["flatness"] * r["alpha"]) for r in rows]
     without = sum(floor >= r["start"] for floor, r in zip(bare, rows, strict=True))
+    names = "; ".join(above) or "none"
     return (
-        f"It lies between {least} and {most}, and is above 1 for {'; '.join(above) or 'none'}. Where G = ∇F it cannot be "
-        "above 1, because (1 − w x)² ≤ 1 − (2w − w²) x for x ≤ 1: H must cut noise more than it cuts the gradient.\n\n"
+        f"It lies between {least} and {most}, and is above 1 for {names}. Where G = ∇F it cannot be above 1, because "
+        "(1 − w x)² ≤ 1 − (2w − w²) x for x ≤ 1: H must cut noise more than it cuts the gradient.\n\n"
         f"The floor is no better than the model before training in {vacuous} of {len(rows)} cases, and with B_H = 0 in "
         f"{without}."
     )

@@ -122,16 +122,23 @@ def test_alpha_stays_between_its_bounds():
 
 
 def test_a_noiseless_path_gains_nothing():
-    """G = grad F: the descent along M shrinks as much as the step, squared, so alpha_H^2 <= sigma_H^2 / sigma_I^2.
-
-    One round, so that the least and the largest belong to the same step.
-    """
-    gradients = walk(rounds=1, runs=1).gradients
+    """G = grad F: H shortens the step along M by more than the root of what it costs in descent."""
+    gradients = walk().gradients
     for rho in (0.01, 1.0, 100.0):
-        path = constants.Path(gradients, gradients, torch.ones(1, 1, dtype=torch.float64))
+        path = constants.Path(gradients, gradients, torch.ones(6, 3, dtype=torch.float64))
         found = constants.path_constants(path, rho, 0.3, 9.0)
         assert found.coupling == 0
         assert found.gain <= 1 + 1e-12
+
+
+def test_noise_along_m_gains():
+    """Noise along M alone, orthogonal to the gradient: H cuts the noise and none of the descent."""
+    gradients = torch.zeros(6, 3, 4, dtype=torch.float64)
+    gradients[..., 0] = 0.1
+    aggregates = gradients.clone()
+    aggregates[..., 1] = torch.arange(1.0, 4.0).double()  # the same in every round, so M follows it
+    found = constants.path_constants(constants.Path(gradients, aggregates, torch.ones(6, 3)), 0.1, 0.5, 9.0)
+    assert found.gain > 10
 
 
 def test_the_descent_that_the_constants_promise_holds_on_a_quadratic():
