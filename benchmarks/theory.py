@@ -256,7 +256,7 @@ def paths(folder: str) -> list[dict[str, Any]]:
             records, smooth, least = Records.of(dataset.x_train, dataset.y_train, owner), f.smooth(), f.least()
             for epsilon, rho in PATH_BUDGETS:
                 found = path(f, records, smooth, least, epsilon, rho, clip)
-                rows.append({"data": name, "partition": partition, "clip": clip, **found})
+                rows.append({"data": name, "partition": partition, **found})
     return rows
 
 
