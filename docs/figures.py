@@ -182,6 +182,7 @@ def tables() -> dict[str, str]:
         audit_table("audit.json"),
         audit_table("audit_halved.json"),
     )
+    tables_by_name["theory.md"] = benchmark("theory").page(load("theory.json"))
     estimation, subsampled = benchmark("estimation"), benchmark("subsampled")
     tables_by_name["estimation.md"] = estimation.page(load("estimation.json")).replace("../docs/", "/")
     tables_by_name["mnist_full.md"] = benchmark("mnist_full").page(load("mnist_full.json"))

@@ -27,7 +27,7 @@ from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
 from sordino.studies.compare import frozen
-from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, run_many
+from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, Watch, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
@@ -154,9 +154,10 @@ def attempt(
     split: int | None = None,
     own_data: bool = False,
     stop: int | None = None,
+    watch: Watch | None = None,
 ) -> list[Trained]:
     """split: one partition for all seeds, so that they fit one batch. own_data: each seed has its own data. stop: train
-    only so many rounds."""
+    only so many rounds. watch: figures of each run at the printed rounds."""
     specs = [
         Spec.of({**want.values, **request.shortened, "seed": seed, "split_seed": seed if split is None else split})
         for want in wants
@@ -164,7 +165,9 @@ def attempt(
     ]
     printed = sorted({t for want in wants for t in want.printed})
     dataset = None if own_data else request.dataset
-    return run_many(specs, dataset, device=request.device, at=printed, stop=stop, most=most, tick=request.tick)
+    return run_many(
+        specs, dataset, device=request.device, at=printed, stop=stop, most=most, tick=request.tick, watch=watch
+    )
 
 
 def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
@@ -174,11 +177,23 @@ def line(want: Want, runs: Sequence[Trained]) -> dict[str, Any]:
         str(t): against([100 * run.scores[t] for run in runs], *want.printed.get(t, (None, None)))
         for t in sorted({*(t for t in want.printed if t in runs[0].scores), last})
     }
+    return _line(want, runs, want.labels, rounds)
+
+
+def watched_line(want: Want, runs: Sequence[Trained], name: str, labels: dict[str, Any], digits: int) -> dict[str, Any]:
+    """A figure that was watched, by round over the seeds. The papers at hand print none of them."""
+    rounds = {
+        str(t): {**against([run.watched[t][name] for run in runs]), "digits": digits} for t in sorted(runs[0].watched)
+    }
+    return _line(want, runs, labels, rounds)
+
+
+def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
     values = {**want.values, "data": Path(str(want.values["data"])).name}
     plan = runs[0].plan
     certified = "no: no noise" if plan.noiseless else "yes" if plan.proved else "no"
     return {
-        "labels": {**want.labels, "certified": certified},
+        "labels": {**labels, "certified": certified},
         "rounds": rounds,
         "settings": {key: value for key, value in values.items() if key != "data_dir"},
         "seconds": round(sum(run.seconds for run in runs), 2),

@@ -69,7 +69,7 @@ def test_every_table_has_a_preset():
     assert {f"sofim-{k}" for k in range(3, 17)} <= names
     assert {
         f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "cifar", "cifar-client", "alpha-rho", "time")
-    } <= names
+    } | {"fednew-eigenvalues"} <= names
     for table in catalog.tables().values():
         assert (table.needs is None) == (table.source == "")
 
@@ -304,6 +304,31 @@ def test_presets_run_on_stand_ins_for_two_rounds():
     (row,) = smoked("fednew-time")  # several lines per run
     assert row["outcome"] == "ran"
     assert row["lines"] > row["runs"] > 0
+
+
+def test_eigenvalues_are_those_of_the_models_of_the_lines(tmp_path):
+    table = catalog.tables()["fednew-eigenvalues"]
+    smoke.prepare(table, tmp_path)
+    request = tables.TableRequest(table, str(tmp_path), seeds=1, clients=(100,), rounds=2)
+    lines = fednew.eigenvalues(request).lines
+    assert [each["labels"]["measure"] for each in lines[:3]] == [
+        "accuracy",
+        "λ_max of clipped H_i",
+        "λ_max before clipping",
+    ]
+    assert len(lines) == 3 * len(fednew.BEST_DAMPING)
+    for accuracy, clipped, whole in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        assert set(accuracy["rounds"]) == set(clipped["rounds"]) == set(whole["rounds"]) == {"1", "2"}
+        assert 0 < clipped["rounds"]["2"]["ours"] <= min(1.0, whole["rounds"]["2"]["ours"])
+    alpha, rho = fednew.BEST_DAMPING[0]
+    values = fednew._damped(request, fednew.DUALS, 100, alpha, rho)
+    want = tables.Want({}, values, {})
+    (run,) = tables.attempt(request, [want], [1], split=1)
+    records = run.resolved.records(request.dataset)
+    shards = [records.shard(client) for client in range(100)]
+    dense = [run.model.curvature_sum(run.theta, shard, 1.0) / len(shard.x) for shard in shards]
+    mean = np.mean([float(np.linalg.eigvalsh(H.double().numpy())[-1]) for H in dense])
+    assert lines[1]["rounds"]["2"]["ours"] == pytest.approx(mean, abs=1e-4)
 
 
 def test_methods_limit_a_table_of_dp_fednew_to_their_variants():

@@ -322,6 +322,136 @@ def test_fedsofim_stays_below_its_theorem():
     assert float(gap.mean()) + 4 * float(gap.std()) / math.sqrt(runs) < verdict.bound
 
 
+# ---------------------------------------------------------------------------------------------- DP-FedGD's floor
+
+
+def gd(**changed):
+    return descent(**{"rho": 1.0, "beta": 0.0, "steepest": 0.0, **changed})
+
+
+def test_fedgds_young_parameter_is_the_best():
+    c = gd(clip=0.5, clipping=0.3, lr=0.2)
+    least = theory.fedgd_convex(c, 1000, 1.0).floor
+    b = c.smooth * c.lr * (c.clip**2 + c.dim * c.noise**2) / 2
+    grid = [(c.clipping**2 / (2 * t) + b) / (2 * c.convex * (1 - t / 2)) for t in np.linspace(1e-4, 1.9999, 20_001)]
+    assert least == pytest.approx(min(grid), rel=1e-6)
+    assert theory.fedgd_convex(gd(clipping=1e-9), 1000, 1.0).floor == pytest.approx(
+        theory.fedgd_convex(gd(), 1000, 1.0).floor, rel=1e-6
+    )
+
+
+def test_fedgds_theorem_is_a_recursion_that_ends_at_the_floor():
+    c = gd(clipping=0.3, clip=2.0)
+    check, gap = theory.fedgd_convex(c, 25, 3.0), 3.0
+    tau = 0.7  # any other parameter gives a floor that is no lower
+    b = c.smooth * c.lr**2 * (c.clip**2 + c.dim * c.noise**2) / 2
+    for _ in range(20_000):
+        gap = (1 - 2 * c.convex * c.lr * (1 - tau / 2)) * gap + c.lr * c.clipping**2 / (2 * tau) + b
+    assert check.floor <= gap
+    far = theory.fedgd_convex(c, 100_000, 3.0)
+    assert far.bound == pytest.approx(far.floor)
+    assert check.floor < check.bound < check.floor + 3.0
+    with pytest.raises(SordinoError, match="outside the theorem's range"):
+        theory.fedgd_convex(gd(lr=6.0), 10, 1.0)
+
+
+def test_fedgds_floor_keeps_the_clip_without_noise():
+    """Nothing clipped and no noise: gradient steps converge, and the theorem's floor does not."""
+    c = gd(noise=0.0, clip=2.0, lr=1.0)
+    assert theory.fedgd_convex(c, 10**6, 1.0).floor == pytest.approx(c.lr * c.smooth * 4.0 / (4 * c.convex))
+    assert theory.fedgd_sharper_floor(c) == 0
+    for wrong in (gd(clipping=0.1), gd(lr=2.1)):
+        with pytest.raises(SordinoError, match="2 / L"):
+            theory.fedgd_sharper_floor(wrong)
+
+
+@pytest.mark.parametrize("lr", [0.3, 1.0])
+def test_fedgd_on_a_quadratic_is_exact_and_below_both_floors(lr):
+    records, _ = quadratic()
+    rounds, runs = 60, 400
+    plan = Plan(build("dp-fedgd", clip=CLIP, lr=lr), rounds, records.sizes, Privacy(2.0))
+    start = torch.zeros(runs, DIM, dtype=torch.float64)
+    *_, last = simulate.run(plan, SQUARES, records, [Seeded(s) for s in range(runs)], theta=start)
+    h = np.array([SLOPE[0], *[SLOPE[1]] * (DIM - 1)])
+    gaps = 0.5 * ((last.model.numpy() - np.eye(DIM)[0]) ** 2 @ h)
+    noise = calibration.aggregate_std(plan, 0)
+    exact = theory.fedgd_quadratic(h, -np.eye(DIM)[0], noise, lr, rounds)
+    assert agrees(gaps, exact)
+    assert not agrees(gaps, theory.fedgd_quadratic(h, -np.eye(DIM)[0], 2 * noise, lr, rounds))
+    c = gd(clip=CLIP, lr=lr, dim=DIM, noise=noise, smooth=SLOPE[1], convex=SLOPE[0])
+    limit = theory.fedgd_quadratic(h, -np.eye(DIM)[0], noise, lr, 10_000)
+    assert limit < theory.fedgd_sharper_floor(c) < theory.fedgd_convex(c, rounds, 0.15).floor
+
+
+def test_the_sharper_floor_is_exact_for_one_curvature():
+    c = gd(dim=3, smooth=0.4, convex=0.4, noise=0.2, lr=0.7)
+    exact = theory.fedgd_quadratic(np.full(3, 0.4), np.zeros(3), 0.2, 0.7, 10_000)
+    assert theory.fedgd_sharper_floor(c) == pytest.approx(exact)
+
+
+# ------------------------------------------------------------------------------------------- DP-FedAdamW's theorem
+
+
+def adamw(**changed):
+    given = {"smooth": 1 / 6, "gap": 1.0, "sampling": 0.5, "largest": 0.25, "tau": 0.1, "clients": 10, "steps": 5}
+    return theory.AdamWSetting(**{**given, "noise": 2.0, "batch": 16.0, "records": 1600, **changed})
+
+
+def test_fedadamws_terms_scale_as_printed():
+    terms, later = adamw().terms(100), adamw().terms(400)
+    assert terms.sampling == pytest.approx(math.sqrt(1 / 6 * 0.5 / (10 * 5 * 100 * 0.01)))
+    assert terms.noise_by_batch == pytest.approx((2.0 * 0.25 / 16) ** 2)
+    assert terms.noise_by_rounds == pytest.approx((2.0 * 0.25 / (0.01 * 100)) ** 2)
+    ratios = [old / new for old, new in zip(terms, later, strict=True)]
+    assert ratios == pytest.approx([2, 4, 1, 16])
+    assert terms.total == pytest.approx(terms.sampling + terms.start + terms.noise_by_batch)
+
+
+def test_fedadamws_hypotheses_need_a_smoothness_of_a_sixth():
+    assert adamw(smooth=0.17).largest_gamma(10) == 0
+    assert adamw(sampling=0.0).largest_gamma(10) == 1  # 1 / (24 L G_g)
+    assert adamw(sampling=0.0, largest=1.0).largest_gamma(10) == pytest.approx(0.25)
+    far = adamw().largest_gamma(10**6)
+    assert far == pytest.approx(math.sqrt(10 * 5 / 6 * 0.01 / (0.5 * 10**6)))
+    # Every limit on the local step is an upper one, and they fall with the rounds.
+    assert adamw().largest_lr(1.0, 1000, 0.0) == pytest.approx(10 * adamw().largest_lr(1.0, 10_000, 0.0))
+
+
+def test_the_proofs_recursion_has_the_noise_floor_of_its_closed_form():
+    setting = adamw(steps=1, tau=1.0, noise=0.05, clients=4)
+    dim, gamma, runs = 2000, 0.5, 1500
+    exact = dim * theory.adamw_noise_floor(1 / 6, gamma, setting, 1.0)
+    curves = np.full(dim, 1 / 6)
+    # From 0 the mean over rounds is lower, so the burn-in is taken out by a difference of two lengths.
+    whole, first = (theory.adamw_error(curves, np.zeros(dim), gamma, 0.1, setting, 1.0, n, 0) for n in (runs, 300))
+    late = (runs * whole - 300 * first) / (runs - 300)
+    assert late == pytest.approx(exact, rel=0.06)
+    assert late != pytest.approx(exact * 4, rel=0.5)  # K = 1 averaged as if clients shared their noise
+
+
+def test_fedadamws_bound_misses_the_dimension_and_the_clip():
+    """Inside every hypothesis, started at the minimiser: the error grows with both, the terms do not."""
+    setting = adamw(sampling=0.0, tau=1.0, noise=8.0)
+    gamma = setting.largest_gamma(500)
+    lr = setting.largest_lr(gamma, 500, 0.0)
+
+    def error(dim, clip):
+        return theory.adamw_error(np.full(dim, 1 / 6), np.zeros(dim), gamma, lr, setting, clip, 500, 0)
+
+    base = error(20, 0.1)
+    assert error(2000, 0.1) > 50 * base
+    assert error(20, 1.0) > 20 * base
+    assert error(2000, 1.0) > 10 * setting.terms(500).total
+
+
+def test_fedadamws_terms_do_not_know_the_local_step():
+    """The algorithm moves by the mean update, so without local steps worth the name it stays where it starts."""
+    records, _ = quadratic()
+    plan = Plan(build("dp-fedadamw", lr=1e-9, clip=CLIP, decay=0.0), 50, records.sizes, Privacy(math.inf))
+    *_, last = simulate.run(plan, SQUARES, records, Seeded(0), theta=torch.zeros(DIM, dtype=torch.float64))
+    assert last.model.norm() < 1e-5
+
+
 @pytest.mark.parametrize("clients", [1, 20, 500])
 def test_fednews_theorem_has_no_ground(clients):
     for alpha in (0.01, 0.1, 1.0, 100.0):

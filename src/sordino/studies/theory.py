@@ -1,4 +1,4 @@
-"""Closed forms: predicted errors of private federated estimates, a lower bound, and the bounds of two theorems.
+"""Closed forms: predicted errors of private federated estimates, a lower bound, and the bounds of published theorems.
 
 The designs: x ~ N(0, I_d), labels from a generalised linear model with theta_0 = length * u. By symmetry an average
 over the design has one value along u and one across it (d - 1 times), so it is an integral over t = <u, x> and
@@ -357,7 +357,7 @@ def information_bound(sizes: Sequence[int], mu: float, fisher: Array, times: Arr
     return float(times.sum()) ** 2 / float(information.sum())
 
 
-# ------------------------------------------------------------------------- convergence theorems of two methods
+# ------------------------------------------------------------------------- convergence theorems of four methods
 
 
 class Descent(NamedTuple):
@@ -427,6 +427,163 @@ def sofim_stationary(c: Descent, rounds: int, gap: float) -> BoundCheck:
     """Theorem 4.31, on the mean squared gradient of T rounds. Trivial bound: G_max^2, by assumption."""
     descent, gamma = _descent(c)
     return BoundCheck(gap / (c.lr * descent * rounds) + gamma / descent, c.steepest**2, c.momentum / c.rho)
+
+
+class FloorCheck(NamedTuple):
+    """A bound after some rounds, its limit for many rounds, and the gap before the first round."""
+
+    bound: float
+    floor: float
+    start: float
+
+    @property
+    def vacuous(self) -> bool:
+        """The floor is no better than not training."""
+        return self.floor >= self.start
+
+
+def fedgd_convex(c: Descent, rounds: int, gap: float) -> FloorCheck:
+    """Theorem 4.26, DP-FedGD's floor, on E F(theta_T) - F*, with the Young parameter tau that makes the floor least.
+
+    rho, beta and G_max play no part. The floor is (a / tau + b) / (2 mu (1 - tau / 2)) with a = zeta^2 / 2 and
+    b = L lr (C^2 + d nu^2) / 2. The part with C^2 does not vanish with the noise: it stands for the squared gradient.
+    """
+    a, b = c.clipping**2 / 2, c.smooth * c.lr * (c.clip**2 + c.dim * c.noise**2) / 2
+    tau = (math.sqrt(a**2 + 2 * a * b) - a) / b
+    descent = 1 - tau / 2
+    keep = 1 - 2 * c.convex * c.lr * descent
+    if not 0 < keep < 1:
+        raise SordinoError(f"lr: {c.lr} is outside the theorem's range; use lr < {1 / (2 * c.convex * descent):.3g}.")
+    floor = ((a / tau if a else 0.0) + b) / (2 * c.convex * descent)
+    return FloorCheck(keep**rounds * gap + floor, floor, gap)
+
+
+def fedgd_sharper_floor(c: Descent) -> float:
+    """The floor with E|G|^2 <= |grad F|^2 + d nu^2 in place of C^2 + d nu^2; no clipping bias, lr < 2 / L.
+
+    The smoothness term then costs part of the descent: c = 1 - L lr / 2.
+    """
+    if c.clipping > 0 or not c.lr < 2 / c.smooth:
+        raise SordinoError("fedgd_sharper_floor: needs gradients that no clip cuts, and lr below 2 / L.")
+    return c.smooth * c.lr * c.dim * c.noise**2 / (4 * c.convex * (1 - c.smooth * c.lr / 2))
+
+
+def fedgd_quadratic(curves: Array, start: Array, noise: float, lr: float, rounds: int) -> float:
+    """E F(theta_T) - F* of DP-FedGD on a quadratic: exact. start: the distance to the minimiser in each eigenvector."""
+    left = (1 - lr * curves) ** (2 * rounds) * start**2
+    return float(0.5 * curves @ (left + noise**2 * gathered(curves, lr, rounds)))
+
+
+class PathConstants(NamedTuple):
+    """What DP-FedSOFIM's sharper comparison assumes of a path, measured: see `constants.path_constants`."""
+
+    alpha: float  # alpha_H
+    sigma: float  # sigma_H^2
+    sigma_plain: float  # the same constant for H = I
+    coupling: float  # B_H
+    flatness: float  # mu: Polyak and Lojasiewicz's on the path
+
+    @property
+    def gain(self) -> float:
+        """(alpha_H^2 / sigma_H^2) over that of H = I: above 1, H lowers the noise floor at equal descent."""
+        return self.alpha**2 * self.sigma_plain / self.sigma
+
+
+def sofim_sharper_floor(p: PathConstants, lr: float, smooth: float, second: float) -> float:
+    """The schematic floor (lr B_H + L lr^2 sigma_H^2 (C^2 + d nu^2)) / (2 mu lr alpha_H). second: C^2 + d nu^2."""
+    if not (p.alpha > 0 and p.flatness > 0):
+        return math.inf
+    return (p.coupling + smooth * lr * p.sigma * second) / (2 * p.flatness * p.alpha)
+
+
+class AdamWTerms(NamedTuple):
+    """The terms of DP-FedAdamW's Theorem 3, with the hidden constant set to 1."""
+
+    sampling: float  # sqrt(L Delta sigma_l^2 / (S K R tau^2))
+    start: float  # L Delta / R
+    noise_by_batch: float  # sigma^2 G_g^2 / b^2: s R is the expected minibatch, as where the noise is added
+    noise_by_rounds: float  # sigma^2 G_g^2 / (s R)^2: R rounds, as in the other terms
+
+    @property
+    def total(self) -> float:
+        """With the reading of the algorithm, in which s R is the minibatch."""
+        return self.sampling + self.start + self.noise_by_batch
+
+
+@dataclass(frozen=True)
+class AdamWSetting:
+    """The constants in DP-FedAdamW's Theorem 3."""
+
+    smooth: float  # L
+    gap: float  # Delta
+    sampling: float  # sigma_l^2: variance of a minibatch's gradient
+    largest: float  # G_g: largest entry of a gradient
+    tau: float
+    clients: int  # S per round, of as many
+    steps: int  # K
+    noise: float  # sigma, the noise multiplier
+    batch: float  # expected records of a minibatch
+    records: int  # of a client
+
+    def terms(self, rounds: int) -> AdamWTerms:
+        first = self.smooth * self.gap * self.sampling / (self.clients * self.steps * rounds * self.tau**2)
+        spread = (self.noise * self.largest) ** 2
+        part = self.batch / self.records  # s
+        return AdamWTerms(
+            math.sqrt(first), self.smooth * self.gap / rounds, spread / self.batch**2, spread / (part * rounds) ** 2
+        )
+
+    def largest_gamma(self, rounds: int) -> float:
+        """The gamma of the theorem: at most 1, 1 / (24 L G_g) and sqrt(S K L Delta tau^2 / (sigma_l^2 R)).
+
+        0 if L > 1/6: the theorem also asks for gamma <= gamma / (6 L).
+        """
+        if self.smooth > 1 / 6:
+            return 0.0
+        first = self.clients * self.steps * self.smooth * self.gap * self.tau**2 / max(self.sampling * rounds, 1e-300)
+        return min(1.0, 1 / (24 * self.smooth * self.largest), math.sqrt(first))
+
+    def largest_lr(self, gamma: float, rounds: int, gradients: float) -> float:
+        """The largest local step of the theorem, with its hidden constant set to 1. gradients: G_0."""
+        limits = [1.0, 1 / (gamma**2 * self.smooth * rounds), (gamma * self.clients) ** -0.5]
+        limits += [(gamma**3 * self.clients * self.steps) ** -0.25]
+        if gradients > 0:
+            limits.append(math.sqrt(self.smooth * self.gap / (gradients * gamma**3 * rounds)))
+        return float(min(limits)) / (self.steps * self.smooth)
+
+
+def adamw_error(
+    curves: Array, start: Array, gamma: float, lr: float, setting: AdamWSetting, clip: float, rounds: int, seed: int
+) -> float:
+    """Measured mean of |grad f(theta_t)|^2 over R rounds of the recursion that the proof of Theorem 3 analyses.
+
+    f is a quadratic that all clients share, so only noise is random. Local steps follow (1 - gamma) Delta_G + gamma g /
+    (sqrt(v) + tau); the server steps by gamma Delta_G. (The algorithm itself steps by the mean update: K lr Delta_G.)
+    """
+    rng, shape = np.random.default_rng(seed), (setting.clients, len(curves))
+    theta, direction, v = start.copy(), np.zeros_like(start), np.zeros(shape)
+    noise, total = setting.noise * clip / setting.batch, 0.0
+    for _ in range(rounds):
+        total += float(((curves * theta) ** 2).sum())
+        y = np.tile(theta, (setting.clients, 1))
+        for _ in range(setting.steps):
+            g = curves * y + noise * rng.standard_normal(shape)
+            v = 0.999 * v + 0.001 * g**2
+            y = y - lr * ((1 - gamma) * direction + gamma * g / (np.sqrt(v) + setting.tau))
+        direction = (theta - y).mean(0) / (setting.steps * lr)
+        theta = theta - gamma * direction
+    return total / rounds
+
+
+def adamw_noise_floor(curve: float, gamma: float, setting: AdamWSetting, clip: float) -> float:
+    """What `adamw_error` tends to per coordinate, for K = 1, tau far above sqrt(v), and many rounds: exact.
+
+    theta_t+1 = (2 - gamma - gamma^2 h / tau) theta_t - (1 - gamma) theta_t-1 - gamma^2 noise / tau, whose stationary
+    variance is that of an autoregression of order two.
+    """
+    one, two = 2 - gamma - gamma**2 * curve / setting.tau, -(1 - gamma)
+    variance = (gamma**2 / setting.tau * setting.noise * clip / setting.batch) ** 2 / setting.clients
+    return curve**2 * (1 - two) * variance / ((1 + two) * ((1 - two) ** 2 - one**2))
 
 
 def fednew_rate(alpha: float, rho: float, clients: int, lipschitz: float) -> float:

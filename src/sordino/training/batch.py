@@ -36,6 +36,7 @@ from sordino.training.spec import Spec
 from sordino.tree import leaves
 
 MAX_RUNS_PER_BATCH = 64  # runs per batch
+Watch = Callable[[BuiltModel, Tensor, Records], dict[str, float]]  # a model, one run's parameters, its records
 HELD_NUMBERS = 2**20  # of aggregates whose norms are computed by one call
 FREE_KEYS = ("seed", "epsilon", "delta")  # keys in which runs of one batch may differ, beside options
 
@@ -53,6 +54,7 @@ class Trained(NamedTuple):
     traffic: tuple[int, int]  # numbers that a client present in every round sent, and received
     seconds: float  # its share of the time of its batch
     cpu_seconds: dict[int, float]  # its share of the CPU time up to each evaluated round, without evaluation
+    watched: dict[int, dict[str, float]]  # what `watch` found at each evaluated round
 
 
 def run_many(
@@ -65,6 +67,7 @@ def run_many(
     metric: str | None = None,
     most: int = MAX_RUNS_PER_BATCH,
     tick: Callable[[int], None] = lambda runs: None,
+    watch: Watch | None = None,
 ) -> list[Trained]:
     """Train every spec.
 
@@ -77,6 +80,7 @@ def run_many(
       metric: what to score by (default: accuracy for classes, r2 for quantities).
       most: runs per batch, which bounds memory.
       tick: called with the number of runs that finished.
+      watch: figures to compute at each evaluated round from one run's parameters and the training records.
     """
     if any(spec.private_statistics is not None for spec in specs):
         raise SordinoError(
@@ -96,7 +100,7 @@ def run_many(
         size = 1 if alone else most
         for first in range(0, len(members), size):
             part = members[first : first + size]
-            results |= zip(part, _train([runs[i] for i in part], loader, at, stop, metric), strict=True)
+            results |= zip(part, _train([runs[i] for i in part], loader, at, stop, metric, watch), strict=True)
             tick(len(part))
     return [results[i] for i in range(len(runs))]
 
@@ -137,7 +141,12 @@ class _Loader:
 
 
 def _train(
-    runs: list[ResolvedSpec], loader: _Loader, at: Sequence[int] | None, stop: int | None, metric: str | None
+    runs: list[ResolvedSpec],
+    loader: _Loader,
+    at: Sequence[int] | None,
+    stop: int | None,
+    metric: str | None,
+    watch: Watch | None,
 ) -> Iterator[Trained]:
     records, x, y = loader.records(runs[0])
     data = loader.data(runs[0])
@@ -152,6 +161,7 @@ def _train(
     began, last = time.perf_counter(), min(stop or plans[0].rounds, plans[0].rounds)
     curves: dict[int, dict[str, list[float]]] = {}
     cpu_began, cpu_seconds = time.process_time(), dict[int, float]()
+    watched: dict[int, list[dict[str, float]]] = {}
     norms: list[Tensor] = []
     aggregates: list[Tensor] = []  # whose norms are computed by one call
     sent = received = 0
@@ -160,6 +170,9 @@ def _train(
             paused = time.process_time()
             cpu_seconds[this_round.t + 1] = (paused - cpu_began) / len(runs)
             curves[this_round.t + 1] = _scores(model, this_round.model, x, y, metric, loader.data(runs[0]).unit)
+            if watch is not None:
+                each = this_round.model.reshape(len(runs), -1)
+                watched[this_round.t + 1] = [watch(model, theta_of_run, records) for theta_of_run in each]
             cpu_began += time.process_time() - paused
         rule = plans[0].stages[plans[0].stage_of(this_round.t)].rule
         sent += numbers(this_round.aggregate) // len(runs)
@@ -181,7 +194,9 @@ def _train(
         scores = {t: values[metric][i] for t, values in curves.items()}
         accuracy = {t: values["accuracy"][i] for t, values in curves.items() if "accuracy" in values}
         traffic, norms_of_run = (sent, received), tuple(signal.tolist())
-        yield Trained(run, plan, model, final.cpu(), scores, accuracy, norms_of_run, traffic, seconds, cpu_seconds)
+        seen = {t: found[i] for t, found in watched.items()}
+        known = (scores, accuracy, norms_of_run, traffic, seconds, cpu_seconds, seen)
+        yield Trained(run, plan, model, final.cpu(), *known)
 
 
 def _norms(aggregates: list[Tensor]) -> Tensor:
