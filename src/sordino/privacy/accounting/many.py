@@ -7,8 +7,8 @@ around or lost to rounding, are those of `subsampled._compose`: every result is 
 
 The search is a secant in the logarithm of the noise, for many rows together. Of the accounts that differ only in their
 numbers of releases, every fourth one is searched on coarse grids and in one direction. All are then searched on finer
-grids and in all directions, from the noise that lies between that of their neighbours. A row that is not settled by then
-is searched by itself.
+grids and in all directions, from the noise that lies between that of their neighbours. A row that is not settled by
+then is searched by itself.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _search(
 
 
 def _in_all_ways(batch: Batch, level: float, adjacency: Adjacency, fine: float) -> tuple[Array, Array]:
-    """As `reached`, the largest of all directions. For directions after the first one, a coarse grid is often enough."""
+    """As `reached`, the largest of all directions. After the first one, a coarse grid is often enough."""
     first, *others = subsampled._ways(adjacency)
     worst, below = reached(batch, level, first, fine)
     for way in others:
