@@ -713,6 +713,26 @@ def test_long_streams_are_calibrated_without_dense_factors(name, trust, monkeypa
         assert calibration.query_noises(found)[0].std.min() > 0
 
 
+@pytest.mark.parametrize(("rounds", "band", "momentum"), [(60, 2, 0.0), (300, 10, 0.9), (200, 500, 0.0)])
+def test_own_streams_of_bands_are_inverted_from_one_matrix_of_covariances(rounds, band, momentum, monkeypatch):
+    """Mutant: an inverse that is not checked."""
+    noise, rng = banded(rounds, band, momentum), np.random.default_rng(0)
+    for share in (0.05, 0.3, 0.9):
+        chosen = np.flatnonzero(rng.random(rounds) < share)
+        dense = Correlated._inverted_sensitivity(noise, chosen)
+        assert noise._inverted_sensitivity(chosen) == pytest.approx(dense, rel=1e-6)
+    monkeypatch.setattr(correlated, "MOST_ERROR", 0.0)
+    assert noise._inverted_sensitivity(chosen) == noise.sensitivity(chosen) > dense
+
+
+def test_calibration_of_own_streams_of_bands_multiplies_no_rows_of_the_decoder(monkeypatch):
+    """Such a product takes ten times as long as all else, for each client."""
+    monkeypatch.setattr(correlated.Banded, "decoder_rows", lambda noise, rounds: pytest.fail("rows of the decoder"))
+    method = build("dp-ftrl", mechanism="banded")
+    found = Plan(method, 600, (100,) * 20, Privacy(2.0), "fixed:2")
+    assert calibration.query_noises(found)[0].std.min() > 0
+
+
 def test_structured_noise_refuses_what_its_account_does_not_cover():
     for fields, word in (((4, (1.0, -0.5)), "negative"), ((4, (0.0, 1.0)), "positive"), ((4, (np.inf,)), "infinite")):
         with pytest.raises(SordinoError, match=word):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import Correlated
+from sordino.core import MOST_ERROR, Correlated
 from sordino.errors import SordinoError
 from sordino.lazy import scipy
 from sordino.privacy.accounting import tree_factors
@@ -235,6 +235,45 @@ class Banded(Structured):
         backwards = np.append(self._inverse[::-1], np.zeros(self.rounds - 1))
         windows = np.lib.stride_tricks.sliding_window_view(backwards, self.rounds)
         return np.asarray(windows[self.rounds - 1 - rounds] * self._norms[rounds, None])
+
+    def _inverted_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `Correlated._inverted_sensitivity`, whose products of rows of the decoder take most of the time.
+
+        Here all clients share one matrix of covariances. Its entries are sums of at most T products of the decoder's
+        entries, whose absolute values add up to at most the product of two standard deviations (Cauchy and Schwarz).
+        """
+        bound = self.sensitivity(rounds)
+        if not len(rounds):
+            return bound
+        norms = self._norms[rounds]
+        covariance = self._covariances[np.ix_(rounds, rounds)] * norms * norms[:, None]
+        factor, failed = scipy.linalg.lapack.dpotrf(covariance, lower=1, clean=1)
+        if failed:
+            return bound
+        inverse, failed = scipy.linalg.lapack.dpotri(factor, lower=1)
+        if failed:
+            return bound
+        inverse = inverse + np.tril(inverse, -1).T
+        sums, stds = np.abs(inverse).sum(1), np.sqrt(covariance.diagonal())
+        rounding = 8 * (len(rounds) + self.rounds) * 2.0**-52 * stds * float(stds @ sums)
+        residual = covariance @ inverse
+        residual[np.diag_indices(len(rounds))] -= 1
+        error = float((np.abs(residual, out=residual).sum(1) + rounding).max())
+        if not error < MOST_ERROR:
+            return bound
+        return min(bound, math.sqrt(float(sums.sum()) / (1 - error)))
+
+    @cached_property
+    def _covariances(self) -> np.ndarray:
+        """F F^T, F the inverse of the unscaled encoder: a Toeplitz matrix, so entry (i + 1, j + 1) adds one product to
+        entry (i, j)."""
+        column, result = self._inverse, np.empty((self.rounds, self.rounds))
+        result[0] = column[0] * column
+        for t in range(1, self.rounds):
+            row = column[t] * column
+            row[1:] += result[t - 1, :-1]
+            result[t] = row
+        return result
 
     def _residual(self) -> float:
         """Entry (i, j) of R is n_i / n_j times that of the unscaled factors, which are Toeplitz: n_i <= n_j for i >= j.
@@ -510,42 +549,53 @@ class NodeTree(Structured):
         C is one observation of it. A node is followed by the means and covariances of two numbers, `a` and `d`. Its sum
         is a + d, and its row is (d + v a) over a standard deviation. No term is negative.
         """
-        square = 0.0
-        for free in _per_tree(1 - _indicator(self.rounds, rounds), self.rounds, self.restart):
-            open_ = free > 0  # the last round of a node is free: so is d
-            mean_a, (mean_d, var_a, var_d, cov, det) = 1 - free, np.zeros((5, len(free)))
-            for height in range(len(free).bit_length()):
-                v, keep, fresh = _node_weights(height, self.honaker)
-                spread = fresh + var_d + 2 * v * cov + v**2 * var_a
-                moved = mean_d + v * mean_a
-                square += float(np.where(open_, 0.0, moved**2 / spread)[::2].sum())
-                mean = mean_a * (fresh + keep * (var_d + v * cov)) + mean_d * (fresh - keep * (cov + v * var_a))
-                mean = np.where(open_, keep * mean_a, mean / spread)
-                var = (fresh * (var_a + 2 * cov + var_d) + keep**2 * det) / spread
-                var = np.where(open_, keep**2 * var_a + fresh, var)
-                pairs = len(var) // 2
-                left, right = slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
-                mean_d = mean_d[right] + v * mean_a[right]
-                var_d = (var_d + 2 * v * cov + v**2 * var_a)[right]
-                cov = keep * (cov + v * var_a)[right]
-                det = keep**2 * det[right] + var[left] * var_d
-                mean_a, var_a = mean[left] + keep * mean_a[right], var[left] + keep**2 * var_a[right]
-                open_ = open_[right]
+        free, whole = 1 - _indicator(self.rounds, rounds), self._followed * (self.restart or self.rounds)
+        square = self._least(free[whole:])
+        if whole:  # all trees but the last have one size
+            square += self._least(free[:whole].reshape(-1, self.restart))
         return math.sqrt(square) * (1 + TREE_SLACK)
+
+    def _least(self, free: np.ndarray) -> float:
+        """The least |C x|^2 over trees of one size, whose rounds are the last axis: x is 1 where `free` is 0."""
+        square, open_ = 0.0, free > 0  # the last round of a node is free: so is d
+        mean_a, (mean_d, var_a, var_d, cov, det) = 1 - free, np.zeros((5, *free.shape))
+        for height in range(free.shape[-1].bit_length()):
+            v, keep, fresh = _node_weights(height, self.honaker)
+            spread = fresh + var_d + 2 * v * cov + v**2 * var_a
+            moved = mean_d + v * mean_a
+            square += float(np.where(open_, 0.0, moved**2 / spread)[..., ::2].sum())
+            mean = mean_a * (fresh + keep * (var_d + v * cov)) + mean_d * (fresh - keep * (cov + v * var_a))
+            mean = np.where(open_, keep * mean_a, mean / spread)
+            var = (fresh * (var_a + 2 * cov + var_d) + keep**2 * det) / spread
+            var = np.where(open_, keep**2 * var_a + fresh, var)
+            pairs = var.shape[-1] // 2
+            left, right = (..., slice(0, 2 * pairs, 2)), (..., slice(1, 2 * pairs, 2))
+            mean_d = mean_d[right] + v * mean_a[right]
+            var_d = (var_d + 2 * v * cov + v**2 * var_a)[right]
+            cov = keep * (cov + v * var_a)[right]
+            det = keep**2 * det[right] + var[left] * var_d
+            mean_a, var_a = mean[left] + keep * mean_a[right], var[left] + keep**2 * var_a[right]
+            open_ = open_[right]
+        return square
+
+    @property
+    def _followed(self) -> int:
+        """The number of trees that another one follows."""
+        return len(_sizes(self.rounds, self.restart)) - 1
 
     def _residual(self) -> float:
         """Each entry of the decoder D is off by at most ERROR of itself. D = t - N with a diagonal t, and neither N nor
         its inverse C has negative entries, so |D| |C| = 2 t C - 1."""
         row_norms, total = np.zeros(self.rounds), -self._norms
-        for rows, nodes in self._nodes():
+        for rows, nodes in self._nodes:
             row_norms[nodes[:, -1]] = 2 * rows.fresh * self._norms[nodes[:, -1]]
-        for rows, nodes in self._nodes():
+        for rows, nodes in self._nodes:
             total[nodes] += row_norms[nodes[:, -1], None] * rows.encoder
         return 1.1 * tree_factors.ERROR * float((total / self._norms).max())
 
     def _factors(self) -> tuple[np.ndarray, np.ndarray]:
         encoder, decoder = (np.zeros((self.rounds, self.rounds)) for _ in range(2))
-        for rows, nodes in self._nodes():
+        for rows, nodes in self._nodes:
             for node in nodes:
                 own = node[-1], slice(node[0], node[-1] + 1)
                 encoder[own], decoder[own] = rows.encoder, rows.decoder
@@ -557,7 +607,7 @@ class NodeTree(Structured):
     def _encoded(self, x: np.ndarray) -> np.ndarray:
         """C @ x."""
         moved = np.zeros(self.rounds)
-        for rows, nodes in self._nodes():
+        for rows, nodes in self._nodes:
             moved[nodes[:, -1]] = x[nodes] @ rows.encoder
         return moved
 
@@ -565,17 +615,20 @@ class NodeTree(Structured):
     def _norms(self) -> np.ndarray:
         """Of the encoder's columns."""
         squares = np.zeros(self.rounds)
-        for rows, nodes in self._nodes():
+        for rows, nodes in self._nodes:
             squares[nodes] += rows.encoder**2
         return np.asarray(np.sqrt(squares))
 
-    def _nodes(self) -> Iterator[tuple[_Rows, np.ndarray]]:
+    @cached_property
+    def _nodes(self) -> list[tuple[_Rows, np.ndarray]]:
         """By height: the rows of nodes that end a running sum, and the rounds of each such node."""
+        found = []
         for height in range(self.rounds.bit_length()):
             of_trees = _per_tree(np.arange(self.rounds), self.rounds, self.restart)
             nodes = [tree[: len(tree) >> height << height].reshape(-1, 2**height)[::2] for tree in of_trees]
-            if len(found := np.concatenate(nodes)):
-                yield _rows_of(height, self.honaker), found
+            if len(of_height := np.concatenate(nodes)):
+                found.append((_rows_of(height, self.honaker), of_height))
+        return found
 
 
 class _Rows(NamedTuple):
