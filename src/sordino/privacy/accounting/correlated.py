@@ -125,6 +125,10 @@ class Fresh(Structured):
         return np.diag(self._row_sums()), np.diag(np.array(self.stds))
 
     def _row_sums(self) -> np.ndarray:
+        return self._inverse_stds
+
+    @cached_property
+    def _inverse_stds(self) -> np.ndarray:
         return 1 / np.array(self.stds)
 
 
