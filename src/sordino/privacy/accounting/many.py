@@ -36,6 +36,7 @@ NEAR = 0.05  # excess of log epsilon from which one step is exact enough for a g
 APART = 4  # rows between two that are searched on coarse grids
 POINTS = 120  # losses of one release that place a grid
 LEAST_CELLS, MOST_CELLS = 256, 1 << 15
+MOST_SURPLUS = 23.0  # log of the tilted mass over delta: with more, rounding would be a visible part of delta
 AT_ONCE = 1 << 16  # cells of all rows whose curves are computed together
 _MARGIN = 1e-6  # on log epsilon, for rounding of mu over a factor by the caller, as in `subsampled._search`
 
@@ -363,7 +364,7 @@ def _placed(batch: Batch, level: float, way: str, grid: float) -> _Grids:
     length = np.maximum((last - first) / fine + 3, LEAST_CELLS)
     power = np.exp2(np.floor(np.log2(length)))
     cells = np.where(length <= power, power, np.where(length <= 1.5 * power, 1.5 * power, 2 * power))
-    fits = (cells <= MOST_CELLS) & (surplus <= 20 - np.log(n)) & np.isfinite(length)
+    fits = (cells <= MOST_CELLS) & (surplus <= MOST_SURPLUS) & np.isfinite(length)
     h = (last - first) / (cells - 3)
     cells = np.where(fits, cells, 0)[:, 0].astype(int)
     return _Grids(cells, h, np.floor(first / h).astype(int), theta, t, reach)
