@@ -19,8 +19,8 @@ def test_the_page_has_the_table():
 
 
 def test_what_is_certified_in_a_simulation_runs_under_masks(rows):
-    """But for trees whose nodes are not combined into one row per round, and for longer streams than are proved."""
-    but = {"stream": {"honaker": "none"}, "long": {"rounds": 5000}}
+    """But for longer streams than are proved."""
+    but = {"long": {"rounds": 5000}}
     for row in rows:
         for unit in Unit:
             simulated, masked = row.cells["simulated", unit], row.cells["masked", unit]

@@ -668,6 +668,21 @@ def test_factors_for_fewer_rounds_are_refused():
         plan(method=method(stage(gradient(noise=correlated.banded(6, 2), calls=2))))
 
 
+@pytest.mark.parametrize("who", ["full", "fixed:2", "poisson:0.3", "cyclic:3"])
+def test_rounds_of_clients_are_those_of_the_table(who, monkeypatch):
+    """Clients that took part in the same rounds share one entry; a table of all rounds and clients is not needed."""
+    found = plan((30,) * 7, 9, participation=who)
+    for done in (None, 0, 4):
+        table = releases.participation_table(found, 0, done)
+        patterns, which = releases._attendances(found, 0, done)
+        for i in range(7):
+            np.testing.assert_array_equal(patterns[which[i]], np.flatnonzero(table[:, i]))
+        assert len(patterns) == len({column.tobytes() for column in table.T})
+    monkeypatch.setattr(releases, "participation_table", lambda *given: pytest.fail("a table"))
+    stream = method(stage(gradient(noise=correlated.schedule(9))))
+    assert calibration.query_noises(plan((30,) * 7, 9, method=stream, participation="cyclic:3"))
+
+
 def test_who_comes_less_often_pays_less_of_a_stream():
     found = plan((30,) * 5, 12, method=method(stage(gradient(noise=correlated.tree(12)))), participation="fixed:3")
     noise, taken = found.stages[0].queries[0].noise, releases.participation_table(found, 0)

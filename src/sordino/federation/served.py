@@ -30,7 +30,6 @@ OTHER_OPTIONS: Mapping[str, tuple[Mapping[str, Any], ...]] = MappingProxyType(
         "dp-ftrl": (
             {"mechanism": "banded"},
             {"mechanism": "inverse-root"},
-            {"honaker": "none"},
             {"rounds": 5000},
         ),
         "dp-fednew": ({"duals": False},),
@@ -44,11 +43,6 @@ REASONS = (
         "unproved",
         r"is not proved private|bounds nothing",
         "Not certified under this trust model, in a simulation either.",
-    ),
-    (
-        "stream",
-        r"more rows than rounds",
-        "A tree has more nodes than rounds, and a round sends one row of the encoder; use `honaker = full`.",
     ),
     (
         "long",

@@ -47,7 +47,7 @@ def stream(
         return correlated.banded(rounds, band, momentum, weight_decay)
     if estimate == "full":
         return correlated.EfficientTree(rounds, restart)
-    return correlated.tree(rounds, honaker=estimate == "below", restart=restart)
+    return correlated.NodeTree(rounds, honaker=estimate == "below", restart=restart)
 
 
 def ftrl(

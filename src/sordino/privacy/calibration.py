@@ -275,15 +275,15 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
-        from sordino.privacy.accounting import subsampled
-
         delta, adjacency = plan.privacy.delta, plan.privacy.adjacency
         needs = [SampledAccount(*part, float(row[-1])) for part, row in zip(parts, accounts, strict=True)]
         if plan.only_sums_visible:
             needs = _few(needs)
             factors = np.full(1, _largest_factor(needs, delta, adjacency))
         else:
-            factors = np.array(subsampled.scales(needs, delta, adjacency))
+            from sordino.privacy.accounting import many
+
+            factors = np.array(many.scales(needs, delta, adjacency))
         factors = factors * (1 + ACCOUNT_MARGIN * (len(needs) < number))
     return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
 

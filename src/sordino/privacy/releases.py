@@ -99,17 +99,29 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
     if not mechanism.spans_rounds:
         came = np.concatenate([np.zeros(0, dtype=int), *_stage_cohorts(plan, stage, done)])
         return np.bincount(came, minlength=plan.clients) * query.calls, np.ones(plan.clients)
-    table = participation_table(plan, stage, done)
-    drawn = bool((sampling_rates(plan, query) < 1).any())
-    factors: dict[bytes, float] = {}  # clients that took part in the same rounds share one
-    keys = [column.tobytes() for column in np.packbits(table, axis=0).T]
-    for key, column in zip(keys, table.T, strict=True):
-        if key not in factors:
-            attended = np.flatnonzero(column)
-            factor = mechanism.separate_factor(attended) if drawn else None
-            own = not plan.only_sums_visible
-            factors[key] = mechanism.sensitivity_factor(attended, own) if factor is None else factor
-    return table.sum(0) if drawn else table.any(0).astype(int), np.array([factors[key] for key in keys])
+    patterns, which = _attendances(plan, stage, done)
+    drawn, own = bool((sampling_rates(plan, query) < 1).any()), not plan.only_sums_visible
+    factors = []
+    for attended in patterns:  # clients that took part in the same rounds share one
+        factor = mechanism.separate_factor(attended) if drawn else None
+        factors.append(mechanism.sensitivity_factor(attended, own) if factor is None else factor)
+    counts = np.array([len(attended) for attended in patterns])[which]
+    return counts if drawn else counts.clip(max=1), np.array(factors)[which]
+
+
+def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:
+    """The different sets of rounds of the stage in which clients took part until `done`, and which set is whose."""
+    cohorts = _stage_cohorts(plan, stage, done)
+    if plan.participation.kind == FULL:
+        return [np.arange(len(cohorts))], np.zeros(plan.clients, dtype=int)
+    came = np.concatenate([np.zeros(0, dtype=int), *cohorts])
+    rounds = np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts])
+    ends = np.cumsum(np.bincount(came, minlength=plan.clients))[:-1]
+    of_clients = np.split(rounds[np.argsort(came, kind="stable")], ends)
+    places: dict[bytes, int] = {}
+    which = np.array([places.setdefault(attended.tobytes(), len(places)) for attended in of_clients])
+    patterns = dict(zip(which.tolist(), of_clients, strict=True))
+    return [patterns[place] for place in range(len(places))], which
 
 
 class StreamPath(NamedTuple):
@@ -127,19 +139,14 @@ def _stream_paths(plan: Plan) -> dict[tuple[int, Kind], list[StreamPath]]:
         mechanism = mechanism_of(query.noise)
         if not mechanism.spans_rounds or (sampling_rates(plan, query) < 1).any():
             continue
-        known: dict[bytes, StreamPath] = {}  # clients that take part in the same rounds share one
-        clients = []
-        for column in participation_table(plan, stage).T:
-            key = np.packbits(column).tobytes()
-            if key not in known:
-                attended = np.flatnonzero(column)
-                squares = mechanism.squared_factors(attended, own=not plan.only_sums_visible)
-                if squares is None:
-                    break
-                known[key] = StreamPath(attended, squares)
-            clients.append(known[key])
-        if len(clients) == plan.clients:
-            paths[stage, query.kind] = clients
+        known, (patterns, which) = list[StreamPath](), _attendances(plan, stage)
+        for attended in patterns:  # clients that take part in the same rounds share one
+            squares = mechanism.squared_factors(attended, own=not plan.only_sums_visible)
+            if squares is None:
+                break
+            known.append(StreamPath(attended, squares))
+        else:
+            paths[stage, query.kind] = [known[place] for place in which]
     return paths
 
 

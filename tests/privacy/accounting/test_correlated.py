@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sordino.privacy.accounting.correlated import (
     MOST_CORRELATED_ROUNDS,
     TREE_SLACK,
     EfficientTree,
+    NodeTree,
     banded,
     independent,
     least_squares,
@@ -633,6 +635,10 @@ STRUCTURED = {
     "efficient tree": lambda: EfficientTree(300),
     "restarted": lambda: EfficientTree(45, 10),
     "restarted in each round": lambda: EfficientTree(5, 1),
+    "plain nodes": lambda: NodeTree(300, honaker=False),
+    "nodes from below": lambda: NodeTree(203),
+    "plain nodes, restarted": lambda: NodeTree(45, honaker=False, restart=10),
+    "nodes from below, restarted in each round": lambda: NodeTree(5, restart=1),
     "schedule": lambda: schedule(200),
     "independent": lambda: independent(7),
     "banded": lambda: banded(200, 10),
@@ -688,17 +694,43 @@ def test_factors_of_a_tree_keep_their_digits(height):
     np.testing.assert_allclose(factors.times_absolute(weights), weights @ np.abs(decoder) @ encoder, rtol=1e-13)
 
 
-@pytest.mark.parametrize("mechanism", ["tree", "schedule", "independent", "banded"])
+LONG = {
+    **{name: {"mechanism": name} for name in ("tree", "schedule", "independent", "banded")},
+    **{f"tree, {name}": {"mechanism": "tree", "honaker": name} for name in ("below", "none")},
+}
+
+
+@pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("trust", list(Trust))
-def test_long_streams_are_calibrated_without_dense_factors(mechanism, trust, monkeypatch):
+def test_long_streams_are_calibrated_without_dense_factors(name, trust, monkeypatch):
     """Time must not grow with the cube of the rounds, nor with their square."""
     monkeypatch.setattr(correlated.Structured, "_factors", lambda noise: pytest.fail("dense factors"))
-    for kind in (EfficientTree, correlated.Banded, correlated.Fresh):
+    for kind in (EfficientTree, NodeTree, correlated.Banded, correlated.Fresh):
         monkeypatch.setattr(kind, "_factors", lambda noise: pytest.fail("dense factors"))
-    method = build("dp-ftrl", mechanism=mechanism)
+    method = build("dp-ftrl", **LONG[name])
     for who in ("full", "cyclic:400"):
         found = Plan(method, 4096, (100,) * 400, Privacy(2.0, trust=trust), who)
         assert calibration.query_noises(found)[0].std.min() > 0
+
+
+@pytest.mark.parametrize(("rounds", "band", "momentum"), [(60, 2, 0.0), (300, 10, 0.9), (200, 500, 0.0)])
+def test_own_streams_of_bands_are_inverted_from_one_matrix_of_covariances(rounds, band, momentum, monkeypatch):
+    """Mutant: an inverse that is not checked."""
+    noise, rng = banded(rounds, band, momentum), np.random.default_rng(0)
+    for share in (0.05, 0.3, 0.9):
+        chosen = np.flatnonzero(rng.random(rounds) < share)
+        dense = Correlated._inverted_sensitivity(noise, chosen)
+        assert noise._inverted_sensitivity(chosen) == pytest.approx(dense, rel=1e-6)
+    monkeypatch.setattr(correlated, "MOST_ERROR", 0.0)
+    assert noise._inverted_sensitivity(chosen) == noise.sensitivity(chosen) > dense
+
+
+def test_calibration_of_own_streams_of_bands_multiplies_no_rows_of_the_decoder(monkeypatch):
+    """Such a product takes ten times as long as all else, for each client."""
+    monkeypatch.setattr(correlated.Banded, "decoder_rows", lambda noise, rounds: pytest.fail("rows of the decoder"))
+    method = build("dp-ftrl", mechanism="banded")
+    found = Plan(method, 600, (100,) * 20, Privacy(2.0), "fixed:2")
+    assert calibration.query_noises(found)[0].std.min() > 0
 
 
 def test_structured_noise_refuses_what_its_account_does_not_cover():
@@ -743,6 +775,46 @@ def test_inverses_of_a_tree_s_covariance_have_no_negative_entry():
         assert (np.linalg.inv(covariance[np.ix_(chosen, chosen)]) >= -1e-12).all()
     sums = np.tri(45)
     assert (sums @ sums.T - np.diag((sums**2).sum(1)) > 0.1).any()
+
+
+@pytest.mark.parametrize("honaker", [False, True])
+@pytest.mark.parametrize("restart", [0, 7, 16])
+@pytest.mark.parametrize("rounds", [1, 2, 13, 64, 70])
+def test_trees_of_one_draw_per_round_have_the_noise_of_those_of_all_nodes(rounds, restart, honaker):
+    """The releases have the same covariance, so they have the same sensitivity when others add nothing, and a smaller
+    one otherwise: nodes that nobody sees are not paid for. Mutant: 5 % less."""
+    found, same = NodeTree(rounds, honaker, restart), tree(rounds, honaker, restart)
+    covariance = same.decoder @ same.decoder.T
+    np.testing.assert_allclose(found.decoder @ found.decoder.T, covariance, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(found.decoder @ found.encoder, np.eye(rounds), rtol=0, atol=1e-13)
+    assert (found.encoder >= 0).all()
+    assert (covariance - np.diag(covariance.diagonal()) <= 1e-12).all()  # so its parts have inverses without negatives
+    for chosen in patterns(rounds, np.random.default_rng(rounds)):
+        assert found.sensitivity(chosen) <= same.sensitivity(chosen) * (1 + 1e-12)
+        own, by_inverse = found.over_nodes(chosen), same.released_sensitivity(chosen)
+        assert by_inverse * (1 - 1e-9) <= own <= by_inverse * (1 + 1.1 * TREE_SLACK)
+        if len(chosen):
+            moved = np.linalg.inv(covariance[np.ix_(chosen, chosen)])
+            assert (0.95 * own) ** 2 < moved.sum() <= own**2
+
+
+def test_rows_of_a_node_in_fractions():
+    """The formulas of docs/proofs.md against the recursion that defines the estimates, without rounding."""
+    for height in range(1, 9):
+        variance = [Fraction(2**h, 2 ** (h + 1) - 1) for h in range(height + 1)]
+        of_one, both = variance[height], 2 * variance[height - 1]
+        assert of_one == both / (both + 1)  # weights inversely proportional to variances
+        parts, left = [], Fraction(1)
+        for h in range(height, 0, -1):
+            left *= 1 - variance[h]
+            parts.append(left)
+        assert parts == [Fraction(2 ** (j + 1) - 1, 2 ** (height + 1) - 1) for j in reversed(range(height))]
+        fresh = of_one - sum(p**2 * variance[j] for p, j in zip(parts, reversed(range(height)), strict=True))
+        assert fresh == Fraction(2 ** (height + 1) + 1, 3 * (2 ** (height + 1) - 1))
+        kept = fresh - sum(p * (1 - p) * variance[j] for p, j in zip(parts, reversed(range(height)), strict=True))
+        assert kept == Fraction(1, 2 ** (height + 1) - 1) > 0
+        v, keep, added = correlated._node_weights(height, True)
+        assert (v, keep, added) == pytest.approx([float(of_one), float(parts[0]), float(fresh)], rel=1e-15)
 
 
 def test_factors_of_a_tree_cannot_be_replaced():

@@ -29,7 +29,9 @@ from sordino.methods import build
 from sordino.models.linear import Linear
 from sordino.privacy import calibration, spending
 from sordino.privacy.accounting import concentrated, gaussian
+from sordino.privacy.accounting.correlated import tree
 from sordino.privacy.mechanisms import discrete_gaussian
+from sordino.privacy.mechanisms.laws import CorrelatedNoise
 from sordino.privacy.mechanisms.quantization import Answer, Integers
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded
 from sordino.privacy.participation import Sampling
@@ -156,7 +158,6 @@ def test_integers_come_back_as_the_aggregate():
         ({"method": "dp-scaffold", "uncertified": True}, "clients that store their own message"),
         ({"method": "dp-fedavg", "options": {"steps": 3}, "uncertified": True}, "asks 3 times per round"),
         ({"method": "dp-fednew-fc", "uncertified": True}, "clients that store their own message"),
-        ({"method": "dp-ftrl", "options": {"honaker": "none"}}, "more rows than rounds"),
         ({"method": "dp-fedgd", "options": {"quantile": 0.5}}, "every noised answer exactly once"),
         ({"trust": Trust.UNTRUSTED_SERVER}, "secure-aggregation"),
         ({"dropouts": 2}, "no better than untrusted-server"),
@@ -168,6 +169,15 @@ def test_integers_come_back_as_the_aggregate():
 def test_what_cannot_be_is_refused(keys, why):
     with pytest.raises(SordinoError, match=why):
         calibration.query_noises(made(**keys))
+
+
+def test_an_encoder_with_more_rows_than_rounds_has_no_integers():
+    """Nodes of a tree; `NodeTree`, with as many rows as rounds, has the same noise."""
+    with pytest.raises(SordinoError, match="more rows than rounds"):
+        CorrelatedNoise(tree(6)).with_integers(Integers(10))
+    for honaker in ("below", "none"):
+        found = made(method="dp-ftrl", options={"honaker": honaker})
+        assert calibration.query_noises(found)[0].std.min() > 0
 
 
 # ------------------------------------------------------------------------------------- several answers, and matrices

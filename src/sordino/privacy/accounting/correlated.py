@@ -15,10 +15,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
-from sordino.core import Correlated
+from sordino.core import MOST_ERROR, Correlated
 from sordino.errors import SordinoError
 from sordino.lazy import scipy
 from sordino.privacy.accounting import tree_factors
@@ -124,6 +125,10 @@ class Fresh(Structured):
         return np.diag(self._row_sums()), np.diag(np.array(self.stds))
 
     def _row_sums(self) -> np.ndarray:
+        return self._inverse_stds
+
+    @cached_property
+    def _inverse_stds(self) -> np.ndarray:
         return 1 / np.array(self.stds)
 
 
@@ -235,6 +240,45 @@ class Banded(Structured):
         windows = np.lib.stride_tricks.sliding_window_view(backwards, self.rounds)
         return np.asarray(windows[self.rounds - 1 - rounds] * self._norms[rounds, None])
 
+    def _inverted_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `Correlated._inverted_sensitivity`, whose products of rows of the decoder take most of the time.
+
+        Here all clients share one matrix of covariances. Its entries are sums of at most T products of the decoder's
+        entries, whose absolute values add up to at most the product of two standard deviations (Cauchy and Schwarz).
+        """
+        bound = self.sensitivity(rounds)
+        if not len(rounds):
+            return bound
+        norms = self._norms[rounds]
+        covariance = self._covariances[np.ix_(rounds, rounds)] * norms * norms[:, None]
+        factor, failed = scipy.linalg.lapack.dpotrf(covariance, lower=1, clean=1)
+        if failed:
+            return bound
+        inverse, failed = scipy.linalg.lapack.dpotri(factor, lower=1)
+        if failed:
+            return bound
+        inverse = inverse + np.tril(inverse, -1).T
+        sums, stds = np.abs(inverse).sum(1), np.sqrt(covariance.diagonal())
+        rounding = 8 * (len(rounds) + self.rounds) * 2.0**-52 * stds * float(stds @ sums)
+        residual = covariance @ inverse
+        residual[np.diag_indices(len(rounds))] -= 1
+        error = float((np.abs(residual, out=residual).sum(1) + rounding).max())
+        if not error < MOST_ERROR:
+            return bound
+        return min(bound, math.sqrt(float(sums.sum()) / (1 - error)))
+
+    @cached_property
+    def _covariances(self) -> np.ndarray:
+        """F F^T, F the inverse of the unscaled encoder: a Toeplitz matrix, so entry (i + 1, j + 1) adds one product to
+        entry (i, j)."""
+        column, result = self._inverse, np.empty((self.rounds, self.rounds))
+        result[0] = column[0] * column
+        for t in range(1, self.rounds):
+            row = column[t] * column
+            row[1:] += result[t - 1, :-1]
+            result[t] = row
+        return result
+
     def _residual(self) -> float:
         """Entry (i, j) of R is n_i / n_j times that of the unscaled factors, which are Toeplitz: n_i <= n_j for i >= j.
 
@@ -255,8 +299,7 @@ class Banded(Structured):
 
     def _sums(self, rounds: np.ndarray) -> np.ndarray:
         """The sums of the encoder's columns of these rounds, row by row."""
-        moved = np.zeros(self.rounds)
-        moved[np.asarray(rounds, dtype=int)] = 1.0
+        moved = _indicator(self.rounds, rounds)
         return np.convolve(moved / self._norms, np.trim_zeros(self._column, "b"))[: self.rounds]
 
     @cached_property
@@ -433,22 +476,10 @@ class EfficientTree(Structured):
 
     def _taken(self, rounds: np.ndarray) -> Iterator[np.ndarray]:
         """For each tree: 1 for each of these rounds, and 0 for others."""
-        taken = np.zeros(self.rounds)
-        taken[np.asarray(rounds, dtype=int)] = 1.0
-        start = 0
-        for size in _sizes(self.rounds, self.restart):
-            yield taken[start : start + size]
-            start += size
+        return _per_tree(_indicator(self.rounds, rounds), self.rounds, self.restart)
 
     def _complete(self) -> list[tuple[int, int]]:
-        """(first round, height) of the complete trees, which share no node."""
-        trees, start = [], 0
-        for size in _sizes(self.rounds, self.restart):
-            for height in reversed(range(size.bit_length())):
-                if size >> height & 1:
-                    trees.append((start, height))
-                    start += 2**height
-        return trees
+        return _complete_trees(self.rounds, self.restart)
 
     def _residual(self) -> float:
         """Each entry of the decoder is off by at most ERROR of itself, and all columns of a tree have one norm."""
@@ -464,6 +495,179 @@ class EfficientTree(Structured):
 
     def _row_sums(self) -> np.ndarray:
         return np.concatenate([_tree_factors(height).row_sums() for _, height in self._complete()])
+
+
+@dataclass(frozen=True)
+class NodeTree(Structured):
+    """The noise of `tree` with as many draws as rounds: release t carries the estimate of the node that ends with it.
+
+    Of a tree, only nodes that end a running sum are seen: one per round, the largest that ends with it. Their estimates
+    are functions of fresh noise for each of them, with the same covariance as in `tree`. So row t of the encoder lies
+    in the rounds of its node, and is the same for all nodes of a height (`_Rows`; docs/proofs.md, "Trees").
+
+    Args:
+      rounds: of the stage.
+      honaker: estimate a node also from all nodes below it.
+      restart: rounds after which a new tree starts; 0 for one tree.
+
+    Raises:
+      SordinoError: rounds or restart is out of its range.
+
+    Example:
+      >>> noise = NodeTree(4, honaker=False)
+      >>> round(noise.sensitivity(np.arange(4)) ** 2)  # two of the leaves, one of the pairs and the root: 2 + 4 + 16
+      22
+    """
+
+    honaker: bool = True
+    restart: int = 0
+
+    def __post_init__(self) -> None:
+        _sizes(self.rounds, self.restart)
+
+    @property
+    def separate(self) -> bool:
+        return self.rounds == 1 or self.restart == 1
+
+    def sensitivity(self, rounds: np.ndarray) -> float:
+        return float(np.linalg.norm(self._encoded(_indicator(self.rounds, rounds))))
+
+    def largest_column(self, rounds: np.ndarray) -> float | None:
+        """As `Correlated.largest_column`. Two rounds of a complete tree always share the row of its root."""
+        rounds = np.sort(np.asarray(rounds, dtype=int))
+        trees = [first for first, _ in _complete_trees(self.rounds, self.restart)]
+        if (np.diff(np.searchsorted(trees, rounds, side="right")) == 0).any():
+            return None
+        return float(self._norms[rounds].max(initial=0.0))
+
+    def released_sensitivity(self, rounds: np.ndarray) -> float:
+        """As `Correlated.released_sensitivity`, by a sum over nodes; of the first rounds, by the sums of their rows."""
+        if np.array_equal(rounds, np.arange(len(rounds))):
+            return super().released_sensitivity(rounds)
+        return min(self.over_nodes(rounds), self.sensitivity(rounds))
+
+    def over_nodes(self, rounds: np.ndarray) -> float:
+        """A bound on `released_sensitivity`: the least |C x| over all x that are 1 in these rounds.
+
+        docs/proofs.md, "Trees": x in the other rounds is as if normal with the covariance of the noise, and each row of
+        C is one observation of it. A node is followed by the means and covariances of two numbers, `a` and `d`. Its sum
+        is a + d, and its row is (d + v a) over a standard deviation. No term is negative.
+        """
+        free, whole = 1 - _indicator(self.rounds, rounds), self._followed * (self.restart or self.rounds)
+        square = self._least(free[whole:])
+        if whole:  # all trees but the last have one size
+            square += self._least(free[:whole].reshape(-1, self.restart))
+        return math.sqrt(square) * (1 + TREE_SLACK)
+
+    def _least(self, free: np.ndarray) -> float:
+        """The least |C x|^2 over trees of one size, whose rounds are the last axis: x is 1 where `free` is 0."""
+        square, open_ = 0.0, free > 0  # the last round of a node is free: so is d
+        mean_a, (mean_d, var_a, var_d, cov, det) = 1 - free, np.zeros((5, *free.shape))
+        for height in range(free.shape[-1].bit_length()):
+            v, keep, fresh = _node_weights(height, self.honaker)
+            spread = fresh + var_d + 2 * v * cov + v**2 * var_a
+            moved = mean_d + v * mean_a
+            square += float(np.where(open_, 0.0, moved**2 / spread)[..., ::2].sum())
+            mean = mean_a * (fresh + keep * (var_d + v * cov)) + mean_d * (fresh - keep * (cov + v * var_a))
+            mean = np.where(open_, keep * mean_a, mean / spread)
+            var = (fresh * (var_a + 2 * cov + var_d) + keep**2 * det) / spread
+            var = np.where(open_, keep**2 * var_a + fresh, var)
+            pairs = var.shape[-1] // 2
+            left, right = (..., slice(0, 2 * pairs, 2)), (..., slice(1, 2 * pairs, 2))
+            mean_d = mean_d[right] + v * mean_a[right]
+            var_d = (var_d + 2 * v * cov + v**2 * var_a)[right]
+            cov = keep * (cov + v * var_a)[right]
+            det = keep**2 * det[right] + var[left] * var_d
+            mean_a, var_a = mean[left] + keep * mean_a[right], var[left] + keep**2 * var_a[right]
+            open_ = open_[right]
+        return square
+
+    @property
+    def _followed(self) -> int:
+        """The number of trees that another one follows."""
+        return len(_sizes(self.rounds, self.restart)) - 1
+
+    def _residual(self) -> float:
+        """Each entry of the decoder D is off by at most ERROR of itself. D = t - N with a diagonal t, and neither N nor
+        its inverse C has negative entries, so |D| |C| = 2 t C - 1."""
+        row_norms, total = np.zeros(self.rounds), -self._norms
+        for rows, nodes in self._nodes:
+            row_norms[nodes[:, -1]] = 2 * rows.fresh * self._norms[nodes[:, -1]]
+        for rows, nodes in self._nodes:
+            total[nodes] += row_norms[nodes[:, -1], None] * rows.encoder
+        return 1.1 * tree_factors.ERROR * float((total / self._norms).max())
+
+    def _factors(self) -> tuple[np.ndarray, np.ndarray]:
+        encoder, decoder = (np.zeros((self.rounds, self.rounds)) for _ in range(2))
+        for rows, nodes in self._nodes:
+            for node in nodes:
+                own = node[-1], slice(node[0], node[-1] + 1)
+                encoder[own], decoder[own] = rows.encoder, rows.decoder
+        return encoder, decoder
+
+    def _row_sums(self) -> np.ndarray:
+        return self._encoded(np.ones(self.rounds))
+
+    def _encoded(self, x: np.ndarray) -> np.ndarray:
+        """C @ x."""
+        moved = np.zeros(self.rounds)
+        for rows, nodes in self._nodes:
+            moved[nodes[:, -1]] = x[nodes] @ rows.encoder
+        return moved
+
+    @cached_property
+    def _norms(self) -> np.ndarray:
+        """Of the encoder's columns."""
+        squares = np.zeros(self.rounds)
+        for rows, nodes in self._nodes:
+            squares[nodes] += rows.encoder**2
+        return np.asarray(np.sqrt(squares))
+
+    @cached_property
+    def _nodes(self) -> list[tuple[_Rows, np.ndarray]]:
+        """By height: the rows of nodes that end a running sum, and the rounds of each such node."""
+        found = []
+        for height in range(self.rounds.bit_length()):
+            of_trees = _per_tree(np.arange(self.rounds), self.rounds, self.restart)
+            nodes = [tree[: len(tree) >> height << height].reshape(-1, 2**height)[::2] for tree in of_trees]
+            if len(of_height := np.concatenate(nodes)):
+                found.append((_rows_of(height, self.honaker), of_height))
+        return found
+
+
+class _Rows(NamedTuple):
+    """The rows of a node's last round, in the rounds of the node."""
+
+    encoder: np.ndarray
+    decoder: np.ndarray
+    estimate: np.ndarray  # of the noise of the node: weights of the draws
+    fresh: float  # standard deviation of what the node adds to the estimates of earlier ones
+
+    @classmethod
+    def of(cls, height: int, honaker: bool) -> _Rows:
+        """Of nodes of 2^height rounds. The largest earlier nodes within one have the heights height - 1, ..., 0."""
+        fresh = math.sqrt(_node_weights(height, honaker)[2])
+        encoder, decoder, estimate = np.full(2**height, 1 / fresh), np.zeros(2**height), np.zeros(2**height)
+        decoder[-1] = estimate[-1] = fresh
+        for below in range(height):
+            inside = slice(2**height - 2 ** (below + 1), 2**height - 2**below)
+            part = (2 ** (below + 1) - 1) / (2 ** (height + 1) - 1) if honaker else 0.0
+            earlier = _rows_of(below, honaker).estimate
+            rest = (2 ** (height + 1) - 2 ** (below + 1)) / (2 ** (height + 1) - 1) if honaker else 1.0
+            encoder[inside], decoder[inside], estimate[inside] = rest / fresh, -rest * earlier, part * earlier
+        return cls(encoder, decoder, estimate, fresh)
+
+
+_rows_of = lru_cache(maxsize=64)(_Rows.of)
+
+
+def _node_weights(height: int, honaker: bool) -> tuple[float, float, float]:
+    """Of a node: the weight of its own value in its estimate, that of the nodes below it, and the variance that its
+    estimate adds to those of earlier nodes."""
+    if not honaker:
+        return 1.0, 0.0, 1.0
+    count = 2 ** (height + 1)
+    return 2**height / (count - 1), (2**height - 1) / (count - 1), (count + 1) / (3 * (count - 1))
 
 
 def prefix_error(noise: Correlated, participation_rounds: np.ndarray) -> float:
@@ -487,6 +691,32 @@ def _sizes(rounds: int, restart: int) -> list[int]:
         raise SordinoError(f"restart: {restart} must be at least 0; 0 means a single tree.")
     followed, last = divmod(rounds - 1, restart or rounds)
     return [restart] * followed + [last + 1]
+
+
+def _per_tree(numbers: np.ndarray, rounds: int, restart: int) -> Iterator[np.ndarray]:
+    """One number per round, for each tree."""
+    start = 0
+    for size in _sizes(rounds, restart):
+        yield numbers[start : start + size]
+        start += size
+
+
+def _complete_trees(rounds: int, restart: int) -> list[tuple[int, int]]:
+    """(first round, height) of the complete trees, which share no node."""
+    trees, start = [], 0
+    for size in _sizes(rounds, restart):
+        for height in reversed(range(size.bit_length())):
+            if size >> height & 1:
+                trees.append((start, height))
+                start += 2**height
+    return trees
+
+
+def _indicator(rounds: int, chosen: np.ndarray) -> np.ndarray:
+    """1 for each of the chosen rounds, and 0 for others."""
+    taken = np.zeros(rounds)
+    taken[np.asarray(chosen, dtype=int)] = 1.0
+    return taken
 
 
 _tree_factors = lru_cache(maxsize=16)(TreeFactors.of)

@@ -97,7 +97,8 @@ _STEP = 1.02  # `path` skips points that grow by less
 
 
 Array = np.ndarray
-Mixture = tuple[tuple[float, float], ...]  # (weight, mean) of unit Gaussians
+Number = float | Array  # of one release; or a column, one entry per row of what is computed from it
+Mixture = tuple[tuple[Number, int], ...]  # (weight, mean as a multiple of mu) of unit Gaussians
 
 
 def epsilon(releases: Iterable[SampledGaussian], delta: float, adjacency: Adjacency, gaussian_mu: float = 0.0) -> float:
@@ -443,7 +444,7 @@ def _too_far(parts: Sequence[SampledGaussian], adjacency: Adjacency) -> bool:
     if any(part.span and part.mu > allocation.MOST_MU for part in parts):
         return True
     pairs = [_pair(part, way) for part in parts for way in _ways(adjacency)]
-    return max(max(pair.upper_mu, pair.lower_mu) for pair in pairs) > MOST_MU
+    return bool(max(max(pair.upper_mu, pair.lower_mu) for pair in pairs) > MOST_MU)
 
 
 def _overflow(parts: Sequence[SampledGaussian]) -> float:
@@ -678,15 +679,18 @@ class _Pair(NamedTuple):
     """
 
     upper: str
-    upper_mu: float
+    upper_mu: Number
     lower: str
-    lower_mu: float
+    lower_mu: Number
 
 
 def _pair(part: SampledGaussian, way: str) -> _Pair:
     """The dominating pair of a part, in one direction of the relation."""
-    mu = part.mu
-    if part.sampler is not Sampler.FIXED:
+    return _pair_of(part.sampler, part.mu, way)
+
+
+def _pair_of(sampler: Sampler, mu: Number, way: str) -> _Pair:
+    if sampler is not Sampler.FIXED:
         return _Pair(way, mu, way, mu)
     pairs = {
         "replace": _Pair("remove", 2 * mu, "add", 2 * mu),
@@ -696,27 +700,27 @@ def _pair(part: SampledGaussian, way: str) -> _Pair:
     return pairs[way]
 
 
-def _mixtures(q: float, mu: float, way: str) -> tuple[Mixture, Mixture]:
+def _mixtures(q: Number, way: str) -> tuple[Mixture, Mixture]:
     """P and Q, oriented such that the loss increases with x, at least where it is above 0 (vacate) or below (fill).
 
     `add` is `remove` exchanged, and `fill` is `vacate` exchanged; both are mirrored.
     """
-    with_it, without = ((1 - q, 0.0), (q, mu)), ((1.0, 0.0),)
-    mirrored = ((1 - q, 0.0), (q, -mu))
+    with_it, without = ((1 - q, 0), (q, 1)), ((1.0, 0),)
+    mirrored = ((1 - q, 0), (q, -1))
     return {
         "remove": (with_it, without),
         "add": (without, mirrored),
         "replace": (with_it, mirrored),
-        "vacate": (((1 - q, 0.0), (q, 2 * mu)), with_it),
-        "fill": (mirrored, ((1 - q, 0.0), (q, -2 * mu))),
+        "vacate": (((1 - q, 0), (q, 2)), with_it),
+        "fill": (mirrored, ((1 - q, 0), (q, -2))),
     }[way]
 
 
-def _loss(x: Array, q: float, mu: float, way: str) -> Array:
+def _loss(x: Array, q: Number, mu: Number, way: str) -> Array:
     """The loss log dP/dQ at x."""
 
-    def against(x: Array, mu: float = mu) -> Array:  # log of ((1-q) N(0) + q N(mu)) / N(0)
-        return np.logaddexp(math.log1p(-q), math.log(q) + mu * x - mu * mu / 2)
+    def against(x: Array, mu: Number = mu) -> Array:  # log of ((1-q) N(0) + q N(mu)) / N(0)
+        return np.logaddexp(np.log1p(-q), np.log(q) + mu * x - mu * mu / 2)
 
     if way == "vacate":
         return np.asarray(against(x, 2 * mu) - against(x))
@@ -726,11 +730,11 @@ def _loss(x: Array, q: float, mu: float, way: str) -> Array:
     return ahead - against(-x) if way != "remove" else ahead
 
 
-def _where(loss: Array, q: float, mu: float, way: str) -> Array:
+def _where(loss: Array, q: Number, mu: Number, way: str) -> Array:
     """The x at which the loss has this value; infinite if there is none."""
     if way == "replace":  # a quadratic in exp(mu x); with z = exp(mu x - loss/2) it reads z - 1/z = 2 sinh(loss/2) / r
-        ratio = (1 - q) / q * math.exp(mu * mu / 2)
-        return (loss / 2 + np.arcsinh(ratio * np.sinh(loss / 2))) / mu
+        ratio = (1 - q) / q * np.exp(mu * mu / 2)
+        return np.asarray((loss / 2 + np.arcsinh(ratio * np.sinh(loss / 2))) / mu)
     if way == "vacate":
         # A quadratic in v = exp(mu x - mu²): v² = e^loss c v + (e^loss - 1) (1-q) / q with c = exp(mu²/2). With
         # v = e^loss c w it reads w² = w + t.
@@ -738,23 +742,23 @@ def _where(loss: Array, q: float, mu: float, way: str) -> Array:
         return np.asarray(1.5 * mu + (loss + np.log1p(2 * t / (1 + np.sqrt(1 + 4 * t)))) / mu)
     if way == "fill":
         return -_where(-loss, q, mu, "vacate")
-    if q == 1:
-        return loss / mu + mu / 2
+    if isinstance(q, float) and q == 1:
+        return np.asarray(loss / mu + mu / 2)
     sign = 1.0 if way == "remove" else -1.0
     with np.errstate(divide="ignore"):
-        return sign * (np.log1p(np.maximum(np.expm1(sign * loss) / q, -1.0)) + mu * mu / 2) / mu
+        return np.asarray(sign * (np.log1p(np.maximum(np.expm1(sign * loss) / q, -1.0)) + mu * mu / 2) / mu)
 
 
-def _ends(mu: float, way: str, reach: float) -> tuple[float, float]:
+def _ends(mu: Number, way: str, reach: Number) -> tuple[Number, Number]:
     """The ends of x: P has little mass beyond `reach` standard deviations from its means."""
     return {"vacate": (-reach, 2 * mu + reach), "fill": (-mu - reach, reach)}.get(way, (-reach, mu + reach))
 
 
-def _masses(x: Array, mixtures: Sequence[Mixture]) -> list[tuple[Array, Array]]:
+def _masses(x: Array, mu: Number, mixtures: Sequence[Mixture]) -> list[tuple[Array, Array]]:
     """Per mixture, the masses of the cells between successive x, each from the smaller tail, and a bound on their
     rounding."""
     means = {mean for mixture in mixtures for _, mean in mixture}
-    of_mean = {mean: allocation.normal_masses(x - mean) for mean in means}
+    of_mean = {mean: allocation.normal_masses(x - mean * mu) for mean in means}
     return [
         (
             np.asarray(sum(weight * of_mean[mean][0] for weight, mean in mixture)),
@@ -764,34 +768,40 @@ def _masses(x: Array, mixtures: Sequence[Mixture]) -> list[tuple[Array, Array]]:
     ]
 
 
-def _cells(q: float, mu: float, way: str, h: float, low: int, high: int) -> tuple[float, Array, float]:
-    """P's masses below the loss low·h, on the losses low·h ... high·h, and above; cells are split to their ends."""
-    losses = h * np.arange(low, high + 1)
-    x = np.concatenate([[-np.inf], _where(losses, q, mu, way), [np.inf]])
-    (p, p_slack), (r, r_slack) = _masses(x, _mixtures(q, mu, way))
-    inner, ratio = slice(1, -1), np.exp(losses[:-1])
-    up = (p[inner] - ratio * r[inner] + p_slack[inner] + ratio * r_slack[inner]) / -math.expm1(-h)
+def _cells(q: Number, mu: Number, way: str, h: Number, losses: Array) -> tuple[Array, Array, Array]:
+    """P's masses below the first loss, on the losses, and above the last; cells are split to their ends.
+
+    Successive losses along the last axis are h apart, or equal. The other results have one entry there.
+    """
+    infinite = np.full((*losses.shape[:-1], 1), np.inf)
+    x = np.concatenate([-infinite, _where(losses, q, mu, way), infinite], -1)
+    (p, p_slack), (r, r_slack) = _masses(x, mu, _mixtures(q, way))
+    inner, ratio = (..., slice(1, -1)), np.exp(losses[..., :-1])
+    up = (p[inner] - ratio * r[inner] + p_slack[inner] + ratio * r_slack[inner]) / -np.expm1(-h)
     total = p + p_slack
     up = np.clip(up, 0.0, total[inner])
-    mass = np.zeros(len(losses))
-    mass[:-1] += total[inner] - up
-    mass[1:] += up
-    return float(total[0]), mass, float(total[-1])
+    mass = np.zeros(losses.shape)
+    mass[..., :-1] += total[inner] - up
+    mass[..., 1:] += up
+    return total[..., :1], mass, total[..., -1:]
 
 
 def _discrete(q: float, pair: _Pair, h: float, low: int, high: int) -> tuple[Array, float]:
     """A dominating pair: P's masses on the losses low·h ... high·h, and at infinity."""
     if pair.upper == pair.lower or low >= 0:  # all losses up to low·h become low·h, whatever they are
-        below, mass, beyond = _cells(q, pair.upper_mu, pair.upper, h, low, high)
-        mass[0] += below
-        return mass, beyond
-    not_above, up, beyond = _cells(q, pair.upper_mu, pair.upper, h, 0, high)
-    below, down, not_below = _cells(q, pair.lower_mu, pair.lower, h, low, 0)
-    # P has mass 1: what is left for a loss of 0, and what rounding may have taken from it.
-    rest = max(0.0, not_above + not_below - 1) + 16 * _UNIT
-    mass = np.concatenate([down[:-1], [down[-1] + rest + up[0]], up[1:]])
-    mass[0] += below
-    return mass, beyond
+        below, mass, beyond = _cells(q, pair.upper_mu, pair.upper, h, h * np.arange(low, high + 1))
+        mass[:1] += below
+        return mass, float(beyond[0])
+    not_above, up, beyond = _cells(q, pair.upper_mu, pair.upper, h, h * np.arange(0, high + 1))
+    below, down, not_below = _cells(q, pair.lower_mu, pair.lower, h, h * np.arange(low, 1))
+    mass = np.concatenate([down[:-1], down[-1:] + _left_at_zero(not_above, not_below) + up[:1], up[1:]])
+    mass[:1] += below
+    return mass, float(beyond[0])
+
+
+def _left_at_zero(not_above: Array, not_below: Array) -> Array:
+    """What is left of P, whose mass is 1, for a loss of 0, and what rounding may have taken from it."""
+    return np.asarray(np.maximum(0.0, not_above + not_below - 1) + 16 * _UNIT)
 
 
 def _on_grid(law: allocation.Law, h: float, low: int, high: int) -> tuple[Array, float]:
@@ -810,7 +820,7 @@ def _moments(q: float, pair: _Pair, reach: float) -> tuple[Array, Array]:
     losses, masses = [], []
     for way, mu, sign in ((pair.upper, pair.upper_mu, 1.0), (pair.lower, pair.lower_mu, -1.0)):
         x = np.linspace(*_ends(mu, way, reach), 800)
-        density = sum(w * np.exp(-((x - m) ** 2) / 2) for w, m in _mixtures(q, mu, way)[0])
+        density = sum(w * np.exp(-((x - m * mu) ** 2) / 2) for w, m in _mixtures(q, way)[0])
         loss, mass = _loss(x, q, mu, way), density * (x[1] - x[0]) * 0.3989422804
         if pair.upper == pair.lower:
             return loss, np.log(mass + 1e-300)
@@ -1109,21 +1119,34 @@ def _seal(key: str, value: str) -> str:
 
 
 def _stored(key: str) -> float | None:
-    """The result of an earlier search; each result has its own file.
+    """The result of an earlier search, a number."""
+    text = _stored_text(key)
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def _stored_text(key: str) -> str | None:
+    """The result of an earlier search, without spaces; each result has its own file.
 
     The seal is a hash of key and value, so a damaged file or one with another key is not read. It does not protect
     against somebody who can write to the folder, who could also change the code.
     """
     try:
         value, seal = _place(key).read_text().split()
-        return float(value) if seal == _seal(key, value) else None
+        return value if seal == _seal(key, value) else None
     except (OSError, ValueError):
         return None
 
 
 def _store(key: str, value: float) -> None:
+    _store_text(key, repr(value))
+
+
+def _store_text(key: str, text: str) -> None:
     """Store a result atomically. If the folder cannot be written, the result is not stored."""
-    place, text = _place(key), repr(value)
+    place = _place(key)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         files.write(place, f"{text} {_seal(key, text)}\n".encode(), durable=False)

@@ -6,7 +6,7 @@ import numpy as np
 
 from sordino.core import Correlated, Noise, Stream
 from sordino.errors import SordinoError
-from sordino.privacy.accounting.correlated import Banded, EfficientTree, Fresh
+from sordino.privacy.accounting.correlated import Banded, EfficientTree, Fresh, NodeTree
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -15,7 +15,7 @@ from sordino.privacy.mechanisms.random import Address, Source
 # By how much rounding of the factors may stretch the sensitivity of a stream. Clips are enforced with a margin
 # (`core.SAFETY`), of which sums use all but 8e-6 (docs/proofs.md).
 MOST_STRETCH = 1e-6
-PROVED = (Fresh, Banded, EfficientTree)  # factors whose formulas docs/proofs.md proves
+PROVED = (Fresh, Banded, EfficientTree, NodeTree)  # factors whose formulas docs/proofs.md proves
 
 
 class CorrelatedGaussian(Mechanism):

@@ -117,8 +117,8 @@ class CorrelatedNoise(CorrelatedGaussian):
         if encoder.shape[0] != encoder.shape[1] or np.triu(encoder, 1).any():
             raise SordinoError(
                 "noise: under secure aggregation a round sends one row of the encoder, and this one has more rows than "
-                "rounds, as a tree has more nodes; use honaker = full, whose encoder has one row per round, or "
-                "untrusted-server."
+                "rounds, or rows of later rounds; use factors whose encoder is lower triangular, as those of dp-ftrl, "
+                "or untrusted-server."
             )
         return EncodedDiscreteGaussianNoise(self.factors, integers)
 
