@@ -297,6 +297,23 @@ def test_rounding_of_later_rows_moves_nothing(autocast):
 
 
 @halves
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", NETS)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_sums_on_a_gpu(name, autocast):
+    net, x, y = made(name, torch.float32)
+    model = TorchModel(net, shape=(STEPS, WIDTH), autocast=autocast)
+    shard = Shard(x.flatten(1), y, torch.ones(N))
+    want, theta = model.clipped_sum(flat_theta(net), shard, 0.1), flat_theta(net).cuda()
+    records = [part.cuda() for part in shard]
+    for _ in range(3):  # the later ones replay a graph
+        have = model.clipped_sum(theta, Shard(*records), 0.1).cpu()
+        assert (have - want).norm() < (1e-4 if autocast is None else 0.05) * want.norm()
+    for k in range(N):
+        alone = Shard(*(part[k : k + 1] for part in records))
+        assert model.clipped_sum(theta, alone, 1e-3).norm() <= 1e-3
+
+
 def test_groups_with_thetas_of_their_own_run_in_half_precision():
     """They go one after another: torch.func does not serve this attention in bfloat16."""
     net, x, y = made("attention", torch.float32)

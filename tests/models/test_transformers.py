@@ -199,6 +199,18 @@ def test_one_text_moves_the_sum_by_the_clip_in_half_precision_with_dropout(kind,
     assert not torch.equal(*(model.clipped_sum(theta, one, 1.0) for _ in range(2)))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", NEW)
+def test_sums_of_texts_on_a_gpu(kind, tmp_path):
+    network = saved(kind, tmp_path)
+    model, ids = built(tmp_path, lora_dropout=0.0), rows(network).float()
+    shard, theta = Shard(ids, torch.arange(4) % CLASSES, torch.ones(4)), away(model)
+    want = model.clipped_sum(theta, shard, 0.1)
+    for _ in range(3):  # the later ones replay a graph
+        have = model.clipped_sum(theta.cuda(), Shard(*(part.cuda() for part in shard)), 0.1).cpu()
+        assert (have - want).norm() < 1e-3 * want.norm()
+
+
 # ------------------------------------------------------------------------------------------------ layers with adapters
 
 
