@@ -305,7 +305,7 @@ def test_sums_on_a_gpu(name, autocast):
     model = TorchModel(net, shape=(STEPS, WIDTH), autocast=autocast)
     shard = Shard(x.flatten(1), y, torch.ones(N))
     want, theta = model.clipped_sum(flat_theta(net), shard, 0.1), flat_theta(net).cuda()
-    records = [part.cuda() for part in shard]
+    records = [part.cuda() for part in shard[:3]]
     for _ in range(3):  # the later ones replay a graph
         have = model.clipped_sum(theta, Shard(*records), 0.1).cpu()
         assert (have - want).norm() < (1e-4 if autocast is None else 0.05) * want.norm()

@@ -207,7 +207,7 @@ def test_sums_of_texts_on_a_gpu(kind, tmp_path):
     shard, theta = Shard(ids, torch.arange(4) % CLASSES, torch.ones(4)), away(model)
     want = model.clipped_sum(theta, shard, 0.1)
     for _ in range(3):  # the later ones replay a graph
-        have = model.clipped_sum(theta.cuda(), Shard(*(part.cuda() for part in shard)), 0.1).cpu()
+        have = model.clipped_sum(theta.cuda(), Shard(*(part.cuda() for part in shard[:3])), 0.1).cpu()
         assert (have - want).norm() < 1e-3 * want.norm()
 
 
