@@ -27,6 +27,11 @@ CAUSAL = torch.ones(STEPS, STEPS, dtype=torch.bool).triu(1)
 ALMOST = torch.zeros(STEPS, STEPS).index_fill(1, torch.tensor(2), -3.0)
 
 
+def on(x, part):
+    """A mask where the records are."""
+    return part.to(x.device) if isinstance(part, torch.Tensor) else part
+
+
 class Attends(nn.Module):
     """An attention of rows to themselves, and a linear layer that reads it at all positions."""
 
@@ -37,7 +42,8 @@ class Attends(nn.Module):
 
     def forward(self, x):
         x = x if self.attend.batch_first else x.transpose(0, 1)
-        out = self.attend(x, x, x, **self.call)[0]
+        call = {key: on(x, part) for key, part in self.call.items()}
+        out = self.attend(x, x, x, **call)[0]
         return self.head(out if self.attend.batch_first else out.transpose(0, 1))
 
 
@@ -62,7 +68,7 @@ class Hides(nn.Module):
         self.attend, self.head = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), read(STEPS * WIDTH)
 
     def forward(self, x):
-        hidden = (x[..., 0] > 0.5) & (torch.arange(STEPS) > 0)
+        hidden = (x[..., 0] > 0.5) & (torch.arange(STEPS, device=x.device) > 0)
         out, weights = self.attend(x, x, x, key_padding_mask=hidden)
         return self.head(out + weights.mean(1).unsqueeze(-1))
 
@@ -79,7 +85,7 @@ class Decodes(nn.Module):
         self.head = read(STEPS * WIDTH)
 
     def forward(self, x):
-        return self.head(self.layer(x, x.tanh(), tgt_mask=CAUSAL, tgt_is_causal=True))
+        return self.head(self.layer(x, x.tanh(), tgt_mask=on(x, CAUSAL), tgt_is_causal=True))
 
 
 NETS = {
