@@ -311,6 +311,13 @@ def _check_seen(seen: watch.Watch, seeded: bool) -> None:
             "gaussian_nll_loss, take -torch.distributions.Normal(mean, var.sqrt()).log_prob(y); and for a Hugging Face "
             "network, make its mask with sordino.models.encoders.additive."
         )
+    if seen.raises:
+        raise SordinoError(
+            f"module: an operation fails if the numbers of one row are not as it asks ({seen.raises}). One record then "
+            "ends the run, which everybody sees and no clip bounds. Use torch.linalg.cholesky_ex, inv_ex or solve_ex, "
+            "scale_tril= of a MultivariateNormal, binary_cross_entropy_with_logits, and rsample or torch.rand_like in "
+            "place of torch.normal and torch.bernoulli; compute eigenvectors and singular vectors before training."
+        )
     if seen.generator or seeded:
         raise SordinoError(
             "module: it seeds PyTorch's generator, or draws from one of its own. Its random numbers must be the run's, "

@@ -529,10 +529,11 @@ class TorchModel:
             if mode == "vmap":
                 return self._by_vmap(at, x, y)
             here, params = self._on(at, training=self._train), self.split(at[0] if len(at) == 1 else at)
-            _, parts, later = per_example.norms_first(
-                *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
-                apart=per_example.never,
-            )
+            with self.cast(at):
+                _, parts, later = per_example.norms_first(
+                    *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
+                    apart=per_example.never,
+                )
             assert not later  # every gradient is stored: it is measured after both are added
             return parts
 
