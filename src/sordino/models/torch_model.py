@@ -185,7 +185,7 @@ class TorchModel:
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
             self._fall_back(mode, odd)
-        if not check and self.mode != "vmap":
+        if self.mode != "vmap":
             probe.check_terms(self, owned)
         if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
             raise SordinoError(
