@@ -394,6 +394,13 @@ def test_the_numerics_name_what_is_protected_and_earlier_words_hold(unit):
     assert words_gap not in verify(older).gaps
     assert words_gap in verify({**older, "numerics": before[1:]}).gaps
     assert (verify({**cert, "numerics": before}).problems == []) is (unit is Unit.RECORD)
+    for other in set(Unit) - {unit}:
+        false = [words.replace(f"one {unit} moves", f"one {other} moves") for words in cert["numerics"]]
+        for numerics in (false, [*cert["numerics"], *false]):
+            wrong = f"it protects a {unit}, and says: "
+            assert any(problem.startswith(wrong) for problem in verify({**cert, "numerics": numerics}).problems)
+            found = verify({**older, "numerics": numerics}).problems
+            assert any(problem.startswith(wrong) for problem in found) is (other is not Unit.RECORD)
 
 
 @pytest.mark.parametrize("trust", list(Trust))

@@ -3,6 +3,7 @@
 import copy
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from sordino import checks
 from sordino.checks import suites
 from sordino.core import Clipping, Shard, Unit
 from sordino.errors import SordinoError
-from sordino.models import per_example
+from sordino.models import per_example, watch
 from sordino.models.attention import AttentionByLayers, by_linear_layers
 from sordino.models.torch_model import TorchModel
 
@@ -180,6 +181,81 @@ def test_what_is_not_served_is_said_or_left_to_torch_func():
     assert type(frozen) is nn.MultiheadAttention
     with pytest.raises(SordinoError, match=r"cannot compute gradients in bfloat16.*attend \(MultiheadAttention\)"):
         TorchModel(Attends(add_bias_kv=True), shape=(STEPS, WIDTH), autocast=torch.bfloat16)
+
+
+class Merged(nn.Linear):
+    """A projection whose matrix is the sum of a parameter and a product, as of an adapter."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH)
+        self.base = self.weight
+        del self.weight
+        self.left, self.right = (nn.Parameter(torch.randn(shape)) for shape in ((WIDTH, 2), (2, WIDTH)))
+
+    @property
+    def weight(self):
+        return self.base + self.left @ self.right
+
+
+@pytest.mark.parametrize("name", ["weight norm", "property"])
+def test_a_projection_of_another_class_is_left_to_torch_func(name):
+    torch.manual_seed(0)
+    net = Attends()
+    if name == "property":
+        net.attend.out_proj = Merged()
+    else:
+        nn.utils.parametrizations.weight_norm(net.attend.out_proj)
+    net, x, y = net.double(), torch.randn(N, STEPS, WIDTH).double(), torch.randint(0, 3, (N,))
+    model, weight = TorchModel(net, shape=(STEPS, WIDTH)), torch.ones(N).double()
+    assert model.mode == "vmap"
+    have = model.clipped_sum(flat_theta(net), Shard(x.flatten(1), y, weight), 0.1)
+    torch.testing.assert_close(have, clipped(naive(net, x, y), 0.1, weight), rtol=1e-9, atol=1e-12)
+
+
+class Pads(nn.Module):
+    """An encoder as PyTorch makes it, which reads that some positions of each record are hidden."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 8, dropout=dropout, batch_first=True)
+        self.encoder, self.head = nn.TransformerEncoder(layer, 2), read(STEPS * WIDTH)
+
+    def forward(self, x):
+        hidden = (x[..., 0] > 1) & (torch.arange(STEPS, device=x.device) > 0)
+        return self.head(self.encoder(x, src_key_padding_mask=hidden))
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors")
+def test_an_encoder_computes_hidden_positions_in_evaluation_too():
+    """Nested tensors would leave them out, so that evaluation differs from training, and shapes depend on data."""
+    torch.manual_seed(0)
+    model, x = TorchModel(Pads(), shape=(STEPS, WIDTH)), 2 * torch.randn(N, STEPS, WIDTH)
+    assert model.mode != "vmap"
+    torch.testing.assert_close(model.logits(model.init(), x.flatten(1)), model.module.train()(x))
+
+
+def test_masks_of_attention_are_constants_where_rows_are_compared():
+    class Fused(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(2, HEADS, STEPS, 3)
+    for still in (False, True):
+        seen = []
+        with torch.no_grad(), Fused(), watch.Still() if still else nullcontext():
+            nn.functional.scaled_dot_product_attention(q, q, q)
+        assert any("_scaled_dot_product" in name for name in seen) is not still
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+def test_dropout_of_an_attention_is_served_on_a_gpu(autocast):
+    model = TorchModel(Pads(dropout=0.3).cuda(), shape=(STEPS, WIDTH), autocast=autocast)
+    assert model.random
+    x, theta = torch.randn(N, STEPS * WIDTH).cuda(), model.init().cuda()
+    one = torch.ones(N).cuda().index_fill(0, torch.arange(1, N).cuda(), 0)
+    assert 0.999e-3 < model.clipped_sum(theta, Shard(x, torch.zeros(N).cuda(), one), 1e-3).norm() <= 1e-3
 
 
 # --------------------------------------------------------------------------------------------- gradients of examples

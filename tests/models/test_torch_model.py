@@ -602,6 +602,42 @@ class Remembers(nn.Module):
         return self.layer(x)
 
 
+class MeetsIn(nn.Module):
+    """Rows meet in passes of one type that have gradients, as where a kernel serves only these."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        z = self.body(x).tanh()
+        return self.head(z - z.mean(0) if torch.is_grad_enabled() and z.dtype is torch.float32 else z)
+
+
+class HidesTokens(nn.Module):
+    """Tokens 0 and 1 are hidden, so that rows of these alone have no finite output, and rows meet in all others."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.attend = nn.Embedding(9, 4), nn.MultiheadAttention(4, 2, batch_first=True)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        z = self.embed(x.long())
+        z = self.attend(z, z, z, key_padding_mask=x < 2)[0].mean(1)
+        return self.head(z - z.mean(0))
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize(
+    ("net", "word"),
+    [(MeetsIn, "gradient of one row at .* depends on the other rows"), (HidesTokens, "no output is finite")],
+)
+def test_checks_see_gradients_in_the_type_of_the_run_and_need_finite_outputs(net, word, check):
+    with pytest.raises(SordinoError, match=word):
+        TorchModel(net(), shape=(6,), check=check)
+
+
 @pytest.mark.parametrize("check", [True, False])
 @pytest.mark.parametrize(
     ("way", "word"),

@@ -1,5 +1,6 @@
 """Losses by `torch.distributions`: single examples, and records outside the support, which must not end a run."""
 
+import math
 import sys
 import threading
 from contextlib import contextmanager
@@ -14,13 +15,14 @@ from torch.distributions import (
     Distribution,
     Gamma,
     MixtureSameFamily,
+    MultivariateNormal,
     NegativeBinomial,
     Normal,
     Poisson,
 )
 from torch.nn.functional import gaussian_nll_loss
 
-from sordino.core import Shard
+from sordino.core import Blend, Shard
 from sordino.errors import SordinoError
 from sordino.models import probe, torch_model
 from sordino.models.torch_model import TorchModel
@@ -120,6 +122,58 @@ def test_a_record_outside_the_support_ends_nothing_and_keeps_the_clip(name, mode
     y[2] = -3.0
     with pytest.raises(ValueError, match="support"):
         LOSSES[name](module(x), y)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_record_outside_the_support_ends_no_sum_of_two_gradients(mode):
+    module, (x, y) = net(), records()
+    model, theta = TorchModel(module, loss=gamma, labels="numbers", mode=mode), flat_theta(module)
+    blend, mask = Blend(0.9 * theta, (1.0, -0.5)), torch.ones(N).double()
+    want = model.clipped_sum(theta, Shard(x, y, mask.index_fill(0, torch.tensor(2), 0)), 0.1, blend=blend)
+    y[2] = -3.0
+    assert (model.clipped_sum(theta, Shard(x, y, mask), 0.1, blend=blend) - want).norm() <= 0.1
+
+
+def covariances(z):
+    return z[:, :2].unsqueeze(-1) * z[:, :2].unsqueeze(-2) + torch.eye(2).to(z)
+
+
+RAISING = {
+    "covariances": lambda z, y: -MultivariateNormal(z[:, :2], covariance_matrix=covariances(z)).log_prob(z[:, 2:4]),
+    "cholesky": lambda z, y: torch.linalg.cholesky(covariances(z)).sum((1, 2)),
+    "inverse": lambda z, y: torch.linalg.inv(covariances(z)).sum((1, 2)),
+    "solve": lambda z, y: torch.linalg.solve(covariances(z), z[:, :2]).sum(1),
+    "eigenvalues": lambda z, y: torch.linalg.eigvalsh(covariances(z)).sum(1),
+    "singular values": lambda z, y: torch.linalg.svdvals(covariances(z)).sum(1),
+    "probabilities": lambda z, y: torch.nn.functional.binary_cross_entropy(
+        z.sigmoid(), torch.ones_like(z), reduction="none"
+    ).sum(1),
+    "coins": lambda z, y: (torch.bernoulli(z.sigmoid()) * z).sum(1),
+}
+
+
+@pytest.mark.parametrize("name", RAISING)
+def test_what_fails_for_the_numbers_of_one_record_is_refused(name):
+    if name in ("cholesky", "probabilities", "coins"):  # others fail for other numbers, or in other libraries
+        with pytest.raises(RuntimeError):
+            RAISING[name](torch.ones(3, 6).index_fill(0, torch.tensor(1), math.nan), torch.zeros(3))
+    with pytest.raises(SordinoError, match=r"numbers of one row .*line \d+ of .*torch.linalg.cholesky_ex"):
+        TorchModel(net(), loss=RAISING[name], labels="numbers")
+
+
+def test_the_remedies_of_what_fails_are_served():
+    def triangular(z, y):
+        return -MultivariateNormal(z[:, :2], scale_tril=torch.linalg.cholesky_ex(covariances(z))[0]).log_prob(z[:, 2:4])
+
+    def inverse(z, y):
+        return torch.linalg.inv_ex(covariances(z))[0].sum((1, 2))
+
+    for loss in (triangular, inverse):
+        module, (x, y) = net(), records()
+        model, theta, mask = TorchModel(module, loss=loss, labels="numbers"), flat_theta(module), torch.ones(N).double()
+        want = model.clipped_sum(theta, Shard(x, y, mask.index_fill(0, torch.tensor(2), 0)), 0.1)
+        x[2] = math.nan
+        assert torch.equal(model.clipped_sum(theta, Shard(x, y, mask), 0.1), want)
 
 
 def test_with_validation_a_loss_would_be_refused(monkeypatch):

@@ -1104,9 +1104,12 @@ def _check_words(cert: Mapping[str, Any], problems: list[str], gaps: list[str]) 
         problems.append(f"it says certified, but nothing is proved for correlated noise under {law}")
     needed, present = [*assumptions_of(cert), *numerics_of(cert)], {*cert["assumes"], *cert["numerics"]}
     lost = [words for words in needed if words not in present]
+    wrong = {words for unit in Unit for words in numerics_of(cert, unit)} & present - {*needed}
     if cert["code_sha256"] != code_sha256():  # earlier versions say "one record", whatever is protected
         before = dict(zip(numerics_of(cert), numerics_of(cert, Unit.RECORD), strict=True))
         lost = [words for words in lost if before.get(words) not in present]
+        wrong -= {*before.values()}
+    problems.extend(f"it protects a {cert['unit']}, and says: {words}" for words in sorted(wrong))
     if not any(words.startswith(TUNING) for words in cert["assumes"]):
         lost.append(f"{TUNING}…")
     if lost and cert["code_sha256"] == code_sha256():

@@ -79,7 +79,7 @@ class AttentionByLayers(nn.MultiheadAttention):
         parts = []
         if mask is not None:
             if mask.dim() == 3:
-                mask = mask.view(len(q), self.num_heads, *mask.shape[1:])
+                mask = mask.reshape(len(q), self.num_heads, *mask.shape[1:])
             parts.append(_added(mask, q))
         if padding is not None:
             parts.append(_added(padding[:, None, None], q))
@@ -101,14 +101,21 @@ def _added(mask: Tensor, like: Tensor) -> Tensor:
 def by_linear_layers(module: nn.Module) -> None:
     """Let the attentions of PyTorch with trained parameters run by linear layers, in place.
 
-    Frozen ones stay as they are, and so do those with keys and values of another width (`kdim`, `vdim`) or with
-    `add_bias_kv`.
+    Frozen ones stay as they are, and so do those with keys and values of another width (`kdim`, `vdim`), with
+    `add_bias_kv`, or whose projection of the outputs is a layer of another class, such as one with weight norm.
+
+    An encoder of PyTorch computes every position in evaluation too, as in training: nested tensors would leave out
+    those that are hidden, and the number of those depends on data.
 
     Args:
       module: the network. Names and order of its parameters stay the same.
     """
     for part in list(module.modules()):
+        if isinstance(part, nn.TransformerEncoder):
+            part.enable_nested_tensor = part.use_nested_tensor = False
         if type(part) is not nn.MultiheadAttention or part.in_proj_weight is None or part.bias_k is not None:
+            continue
+        if type(part.out_proj) not in (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear):
             continue
         if any(p.requires_grad for p in part.parameters()):
             weight, bias = part.in_proj_weight, part.in_proj_bias

@@ -225,6 +225,11 @@ def check_apart(model: FlatModel) -> None:
     finally:
         model.module.train(training)
     _check_seen(seen, seeded)
+    if not before.isfinite().any():
+        raise SordinoError(
+            "module: no output is finite for rows of numbers between 0.5 and 2, which are tokens 0 and 1. So it cannot "
+            "be checked whether rows meet; let it have finite outputs for these rows."
+        )
     if kept or not (steady or first.is_cuda):
         what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
         raise SordinoError(
@@ -243,7 +248,7 @@ def check_terms(model: FlatModel, owned: Owned) -> None:
 
     Outputs that do not depend on other rows are not enough: a layer may read a table that serves all rows, or have its
     positions before its rows, and its rule then takes a part of what all rows give for that of one row. `agrees` finds
-    this in float64. Here it is found where that comparison is skipped, in the type of the run.
+    this in float64. Here it is found in the type of the run, in which a layer may compute by another kernel.
 
     Args:
       model: the model.
@@ -310,6 +315,13 @@ def _check_seen(seen: watch.Watch, seeded: bool) -> None:
             "row by row; convert data before training; leave validate_args=True of a distribution out; in place of "
             "gaussian_nll_loss, take -torch.distributions.Normal(mean, var.sqrt()).log_prob(y); and for a Hugging Face "
             "network, make its mask with sordino.models.encoders.additive."
+        )
+    if seen.raises:
+        raise SordinoError(
+            f"module: an operation fails if the numbers of one row are not as it asks ({seen.raises}). One record then "
+            "ends the run, which everybody sees and no clip bounds. Use torch.linalg.cholesky_ex, inv_ex or solve_ex, "
+            "scale_tril= of a MultivariateNormal, binary_cross_entropy_with_logits, and rsample or torch.rand_like in "
+            "place of torch.normal and torch.bernoulli; compute eigenvectors and singular vectors before training."
         )
     if seen.generator or seeded:
         raise SordinoError(

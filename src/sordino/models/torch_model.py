@@ -185,7 +185,7 @@ class TorchModel:
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
             self._fall_back(mode, odd)
-        if not check and self.mode != "vmap":
+        if self.mode != "vmap":
             probe.check_terms(self, owned)
         if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
             raise SordinoError(
@@ -529,10 +529,11 @@ class TorchModel:
             if mode == "vmap":
                 return self._by_vmap(at, x, y)
             here, params = self._on(at, training=self._train), self.split(at[0] if len(at) == 1 else at)
-            _, parts, later = per_example.norms_first(
-                *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
-                apart=per_example.never,
-            )
+            with self.cast(at):
+                _, parts, later = per_example.norms_first(
+                    *(here.module, params, self.shaped(x), y.flatten(), self.objective.total, here.owned),
+                    apart=per_example.never,
+                )
             assert not later  # every gradient is stored: it is measured after both are added
             return parts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -10,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,6 +22,12 @@ READS = {
     "__array__",
     "__dlpack__",
 }  # methods of tensors that hand numbers to Python in other ways than `item`
+# Operations that end the run with an error if the numbers of one row are not as they ask, such as a matrix without an
+# inverse. Those whose names end in _ex do not, and return a number that says so instead.
+RAISES = {
+    *("_linalg_check_errors", "cholesky", "cholesky_inverse", "linalg_pinv", "linalg_eig", "linalg_lstsq"),
+    *("_linalg_eigh", "_linalg_svd", "histc", "binary_cross_entropy", "bernoulli", "poisson", "normal"),
+}
 # Operations that take the form of a tensor and none of its numbers.
 FORMS = {f"{what}_like" for what in ("empty", "full", "ones", "zeros", "rand", "randint", "randn")}
 FORMS |= {f"new_{what}" for what in ("empty", "empty_strided", "full", "ones", "zeros")}
@@ -53,6 +61,8 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
       alone may have a shape that is known beforehand: it selects by numbers, or by a mask.
     - `read`: where a number that follows from the rows becomes a number of Python, as in `if x.sum() > 0`; empty if
       nowhere. Which branch is taken, for all rows, may then depend on any of them.
+    - `raises`: where an error depends on the numbers of the rows, and the operation; empty if nowhere. One row would
+      then end the run for all.
     - `draws`: whether random numbers are drawn, and `generator`: whether from one that the module holds.
 
     Args:
@@ -63,7 +73,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.shapes: set[str] = set()
         self.draws = self.generator = False
-        self.read = ""
+        self.read = self.raises = ""
         self._from_rows: set[int] = set()
         self._weak: list[StorageWeakRef] = []
         self._follow(x)
@@ -103,7 +113,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             selects = torch.Tag.dynamic_output_shape in func.tags
         self.draws |= torch.Tag.nondeterministic_seeded in func.tags
         self.generator |= any(isinstance(leaf, torch.Generator) for leaf in tree_leaves((args, kwargs)))
-        follows = name.split(".")[1] not in FORMS and any(self.follows(tensor) for tensor in given)
+        short = name.split(".")[1]
+        follows = short not in FORMS and any(self.follows(tensor) for tensor in given)
+        if short in RAISES and follows:
+            self.raises = self.raises or f"{_caller()}: {short.strip('_')}"
         if torch.Tag.data_dependent_output in func.tags:  # as of item and equal
             self.read = self.read or (_caller() if follows else "")
         elif selects or "grouped_mm" in name:
@@ -134,11 +147,22 @@ class _Reads(TorchFunctionMode):
 class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Meanwhile every random number is a constant, the same one for each row and in each pass.
 
-    So a pass in training mode can be compared with passes over single rows, with any kind of dropout.
+    So a pass in training mode can be compared with passes over single rows, with any kind of dropout. Attention runs by
+    plain products meanwhile, because a fused kernel draws its masks out of sight.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._plain = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._plain.enter_context(sdpa_kernel(SDPBackend.MATH))
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._plain.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
@@ -148,8 +172,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args[1].copy_(torch.where(args[0] < 0, 0.25, 1.0))  # the slopes, which the backward pass reads
             return args[0] * args[1]
         outputs = func(*args, **(kwargs or {}))
-        draws = torch.Tag.nondeterministic_seeded in func.tags and not name.startswith("aten._scaled")
-        if draws and isinstance(outputs, Tensor):
+        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(outputs, Tensor):
             fraction = 0.5 if outputs.dtype.is_floating_point else 0
             outputs.fill_(1 if "bernoulli" in name else fraction)
         return outputs
