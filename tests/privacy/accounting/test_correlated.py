@@ -13,7 +13,7 @@ from sordino.core import Correlated, Privacy, Trust
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration
-from sordino.privacy.accounting import correlated, gaussian, tree_factors
+from sordino.privacy.accounting import correlated, gaussian, inverse_root, tree_factors
 from sordino.privacy.accounting.correlated import (
     MOST_CORRELATED_ROUNDS,
     TREE_SLACK,
@@ -290,6 +290,26 @@ def test_squares_of_inverse_roots_against_dense_factors(bands, rounds):
             inverse = np.linalg.inv(seen @ seen.T)
             assert inverse.min() > -EXACT
             assert noise.released_squares(attended)[k] == pytest.approx(inverse.sum(), rel=1e-7)
+
+
+@pytest.mark.parametrize("bands", [300, 600])
+def test_long_recurrences_are_convolutions_and_no_smaller(bands, monkeypatch):
+    """Mutants: no bound on rounding; a circle on which sums wrap around."""
+    noise, rng = InverseRoot(bands, 700), np.random.default_rng(5)
+    for chance in (0.01, 0.3, 1.0):
+        attended = np.flatnonzero(rng.random(700) < chance)
+        taken = np.zeros(700)
+        taken[attended] = 1.0
+        exact = [math.fsum(noise.solve(np.eye(1, 700)[0])[t - attended[attended <= t]]) for t in range(700)]
+        assert (noise._convolved(taken) >= exact).all()
+        convolved, own = noise.squares(attended), noise.released_squares(attended)
+        with monkeypatch.context() as patch:
+            patch.setattr(inverse_root, "MOST_RECURRENCE", 2**30)
+            patch.setattr(inverse_root, "MOST_TABLE", 0)
+            one_by_one, own_too = noise.squares(attended), noise.released_squares(attended)
+        np.testing.assert_allclose(convolved, one_by_one, rtol=1e-7)
+        np.testing.assert_allclose(own, own_too, rtol=1e-7)
+        assert (own <= convolved * (1 + 1e-9)).all()
 
 
 def test_running_sums_of_an_inverse_root_have_its_variances():
