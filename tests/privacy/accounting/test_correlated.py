@@ -292,6 +292,44 @@ def test_squares_of_inverse_roots_against_dense_factors(bands, rounds):
             assert noise.released_squares(attended)[k] == pytest.approx(inverse.sum(), rel=1e-7)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("band", [1, 2, 10, 40])
+def test_windows_of_bands_bound_what_own_rows_tell(band, momentum, monkeypatch):
+    """Against the best of some moves on dense covariances. Mutant: half a percent less, where moves of one sign are the
+    worst."""
+    noise, rng = correlated.banded(400, band, momentum), np.random.default_rng(7)
+    monkeypatch.setattr(correlated, "AT_ONCE", 8)
+    covariance = noise.decoder @ noise.decoder.T
+    for chance in (0.05, 0.3, 0.9):
+        attended = np.flatnonzero(rng.random(400) < chance)
+        inverse = np.linalg.inv(covariance[np.ix_(attended, attended)])
+        moves = [np.ones(len(attended)), *rng.choice([-1.0, 1.0], (3, len(attended)))]
+        for n, move in enumerate(moves):
+            for _ in range(20):
+                move = np.where(inverse @ move < 0, -1.0, 1.0)
+            moves[n] = move
+        worst = math.sqrt(max(move @ inverse @ move for move in moves))
+        found = noise.over_windows(attended)
+        assert worst * (1 - 1e-12) <= found <= (1.02 if momentum else 1.005) * math.sqrt(np.abs(inverse).sum())
+        with monkeypatch.context() as patch:
+            patch.setattr(correlated, "MOST_INVERTED", 0)
+            assert noise._inverted_sensitivity(attended) <= min(found, noise.sensitivity(attended))
+    gram = noise.encoder.T @ noise.encoder
+    t = np.arange(400)
+    np.testing.assert_allclose(noise._products(t[:, None], t), gram, atol=1e-14)
+
+
+def test_moves_of_windows_have_rows_in_common(monkeypatch):
+    """Without the products of different windows, the bound would be too small."""
+    noise, every = correlated.banded(300, 10), np.arange(300)
+    monkeypatch.setattr(correlated, "AT_ONCE", 4)
+    gram = noise.encoder.T @ noise.encoder
+    blocks = sum(gram[i : i + 4, i : i + 4].sum() for i in range(0, 300, 4))
+    assert math.sqrt(blocks) < 0.9 * noise.sensitivity(every)
+    assert noise.over_windows(every) == pytest.approx(noise.sensitivity(every), rel=1e-9)
+    assert noise.over_windows(every) >= noise.sensitivity(every)
+
+
 @pytest.mark.parametrize("bands", [300, 600])
 def test_long_recurrences_are_convolutions_and_no_smaller(bands, monkeypatch):
     """Mutants: no bound on rounding; a circle on which sums wrap around."""

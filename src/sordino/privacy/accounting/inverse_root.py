@@ -187,7 +187,7 @@ class InverseRoot(Noise):
             return None
         padded = np.append(attended, np.full(width, attended[-1] + bands))  # too far from all others
         gaps = padded[np.arange(width + 1)[:, None] + np.arange(count)] - attended
-        lower = self._steady[np.minimum(gaps, bands)]
+        lower = np.asarray(self._steady[np.minimum(gaps, bands)])
         early = int(np.searchsorted(attended, bands))
         lags, places = np.nonzero(gaps[:, :early] + attended[:early] < bands - 1)
         if bands <= MOST_TABLE:
