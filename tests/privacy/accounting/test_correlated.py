@@ -780,6 +780,7 @@ def test_own_streams_of_bands_are_inverted_from_one_matrix_of_covariances(rounds
         dense = Correlated._inverted_sensitivity(noise, chosen)
         assert noise._inverted_sensitivity(chosen) == pytest.approx(dense, rel=1e-6)
     monkeypatch.setattr(correlated, "MOST_ERROR", 0.0)
+    monkeypatch.setattr(correlated, "MOST_INVERTED", 10**9)
     assert noise._inverted_sensitivity(chosen) == noise.sensitivity(chosen) > dense
 
 

@@ -41,7 +41,7 @@ Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
 MOST_ALPHAS = 400  # at which a divergence is computed
 MOST_LOSS = 300.0  # exp(MOST_LOSS) is the largest alpha
-SUM_CELLS, COARSE_SUM_CELLS = 1 << 16, 1 << 13  # of a grid for all alphas, at most; the second one in wide cells
+SUM_CELLS, COARSE_SUM_CELLS = 1 << 16, 1 << 15  # of a grid for all alphas, at most; the second one in wide cells
 MOST_WIDTH = 0.25  # of a cell of such a grid, in standard deviations of one term
 SUM_REACH = 12.0  # standard deviations of the sum, on either side of its mean, that it holds
 WIDTH, CELLS = 0.1, 1 << 11  # of the grid for one alpha
@@ -516,6 +516,8 @@ def divergences(
     scale = (
         std if way == "remove" else np.minimum(std, 3 * alpha)
     )  # of what counts: rare large W' leave no positive sum
+    if way == "add":  # a sum is positive only if no term is below -constant
+        scale = np.minimum(scale, np.maximum(constant, 1e-6 * scale) / 2)
     spread = scale * np.sqrt(rounds)
     first = -mu * terms.behind - _LEAST
     z = first + (mu * terms.ahead - scipy.special.ndtri(cut) - first) * np.linspace(0.0, 1.0, 60)
@@ -525,6 +527,8 @@ def divergences(
     enough = -constant if way == "remove" else enough  # no W is negative, so one of this length makes the sum positive
     d = terms.at(z)
     low, top = np.maximum(d[:, :1], usual - enough), np.minimum(d[:, -1:], usual + enough)
+    if way == "add":  # a term below -constant leaves no positive sum, nor does one that is raised to it
+        low = np.where((-constant < top) & (constant > 0), np.maximum(low, -constant), low)
     d = np.clip(d, low, top)
 
     def log_moments(t: Array) -> Array:
