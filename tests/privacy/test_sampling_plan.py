@@ -232,7 +232,7 @@ def test_exact_rates_of_sums_need_less_noise_than_rounded_ones(monkeypatch):
 @pytest.mark.parametrize("batch", ["poisson:4", "fixed:4", "allocation:4"])
 def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
     """Few searches, of few curves each, cover all clients: nobody spends more, and nobody has one percent more noise
-    than with an account of its own."""
+    than with an account of its own; under allocation, where accounts are fewer, clients have two percent on average."""
     rng = np.random.default_rng(0)
     found = plan(batch=batch, who="fixed:10", sizes=tuple(rng.integers(20, 60, 100).tolist()), rounds=3000)
     curves, searched = [], []
@@ -245,8 +245,8 @@ def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
     std = calibration.client_std(found, 0, 0)
     groups = spending.groups(found)
     if batch == "allocation:4":
-        assert len(searched) < 0.8 * len(groups)
-        assert len(curves) < 2 * len(searched)
+        assert len(searched) <= calibration.EPOCH_ACCOUNTS < 0.4 * len(groups)
+        assert len(curves) < 4 * len(searched)
     else:  # no search of one account by itself
         assert not searched
         assert len(curves) < 3 * 0.8 * len(groups)
@@ -254,8 +254,28 @@ def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
     assert max(spending.epsilon_of(found, group) for group in chosen) <= 3.0
     monkeypatch.setattr(calibration, "MOST_RATES", 10**9)  # an account for each number of releases
     own = calibration.client_std(replace(found), 0, 0)
-    assert (std < 1.01 * own + 0.006 * own).all()  # both searches end up to half a percent too high
-    assert std.mean() < 1.006 * own.mean()
+    most, mean = (1.06, 1.02) if batch == "allocation:4" else (1.016, 1.006)
+    assert (std < most * own).all()  # both searches end up to half a percent too high
+    assert std.mean() < mean * own.mean()
+
+
+def test_levels_of_epochs_cover_their_members_and_divide_where_most_clients_gain():
+    """Mutants: a level with the smallest numbers of its members; levels that are not divided."""
+    rng = np.random.default_rng(2)
+    times = np.unique(rng.binomial(300, 0.3, 80))
+    rows = [(1.0, 2.0, once, 1.0, 1.0, 2.0, n, rate, 1.0) for rate in (0.1, 0.2) for once in (0, 1) for n in times]
+    accounts = np.array(rows)
+    clients = rng.integers(1, 9, len(accounts))
+    levels, which = calibration._few_levels(accounts, clients)
+    assert len(levels) == calibration.EPOCH_ACCOUNTS
+    own, covers = accounts, levels[which]
+    assert (covers >= own).all()
+    np.testing.assert_array_equal(np.delete(covers, [2, 6], 1), np.delete(own, [2, 6], 1))
+    np.testing.assert_array_equal(covers[:, 2], own[:, 2])  # one release more than none would cost most
+    saved = np.log(covers[:, 6] / own[:, 6]) @ clients / clients.sum()
+    assert saved < 0.04
+    few = calibration._few_levels(accounts[:3], clients[:3])[0]
+    np.testing.assert_array_equal(few, accounts[:3])
 
 
 def test_clients_without_releases_are_searched_beside_others():

@@ -38,6 +38,7 @@ from sordino.privacy.releases import (
     release_counts,
     releases,
     sampled_terms,
+    sampler_of,
 )
 
 MOST_RELEASES = 72  # of all accounts, where only sums are visible: each takes some milliseconds
@@ -45,6 +46,8 @@ EPOCH_RELEASES = 1.8  # what one with epochs counts for
 MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
+EPOCH_ACCOUNTS = 24  # with epochs, where every message is visible: each is searched by itself
+NO_RELEASE = 0.1  # releases: what none counts for where accounts are compared
 TIMES_STEP = 1.015  # where every message is visible and accounts are many, numbers of releases rise by this factor
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
@@ -270,7 +273,9 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         accounts = _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
     elif number > MOST_RATES:
-        accounts, levels = _like(accounts)
+        of_clients = np.bincount(which.reshape(-1))
+        epochs = sampler_of(plan) is Sampler.ALLOCATION
+        accounts, levels = _few_levels(accounts, of_clients) if epochs else _like(accounts)
         which = levels[which.reshape(-1)]
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
@@ -409,9 +414,49 @@ def _like(accounts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     levels = accounts.copy()
     for column in range(2, accounts.shape[1] - 1, 4):
         levels[:, column] = _rounded_up(accounts[:, column])
+    return _in_order(levels)
+
+
+def _in_order(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The different ones of these accounts, those with the same rates together, and the place of each among them."""
     distinct, which = np.unique(levels, axis=0, return_inverse=True)
     order = np.lexsort((distinct[:, 2:-1:4].sum(1), distinct[:, 3:-1:4].sum(1), distinct[:, -1]))
     return distinct[order], np.argsort(order)[which.reshape(-1)]
+
+
+def _few_levels(accounts: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """As `_like`, with at most EPOCH_ACCOUNTS accounts, or one for all that differ only in their numbers of releases.
+
+    Of those, a level is some that follow each other, with the largest numbers of any of them. The next level to be
+    divided is the one where that saves most: the logarithms of the numbers of releases, summed over clients.
+
+    Args:
+      accounts: the accounts.
+      clients: how many clients have each account.
+    """
+    columns = np.arange(2, accounts.shape[1] - 1, 4)
+    alike = np.unique(np.delete(accounts, columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    columns = columns[np.argsort(-accounts[:, columns].max(0), kind="stable")]  # the last ones count most in the order
+    order = np.lexsort((*accounts[:, columns].T, alike))
+    logs = np.log(np.maximum(accounts[:, columns], NO_RELEASE))
+
+    def best(level: np.ndarray) -> tuple[float, int]:
+        """What it saves to divide a level, and where."""
+        largest = np.maximum.accumulate(logs[level])
+        saved = np.cumsum(clients[level])[:-1] * (largest[-1] - largest[:-1]).sum(1)
+        return (float(saved.max()), int(saved.argmax()) + 1) if len(saved) else (0.0, 0)
+
+    levels = [(*best(level), level) for level in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)]
+    while len(levels) < EPOCH_ACCOUNTS:
+        widest = max(range(len(levels)), key=lambda n: levels[n][0])
+        saved, at, level = levels[widest]
+        if not saved:
+            break
+        levels[widest : widest + 1] = [(*best(part), part) for part in (level[:at], level[at:])]
+    rounded = accounts.copy()
+    for *_, level in levels:
+        rounded[np.ix_(level, columns)] = accounts[np.ix_(level, columns)].max(0)
+    return _in_order(rounded)
 
 
 def _rounded_up(numbers: np.ndarray) -> np.ndarray:

@@ -117,7 +117,9 @@ def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[
     came = np.concatenate([np.zeros(0, dtype=int), *cohorts])
     rounds = np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts])
     ends = np.cumsum(np.bincount(came, minlength=plan.clients))[:-1]
-    of_clients = np.split(rounds[np.argsort(came, kind="stable")], ends)
+    # Integers of 16 bits are sorted in a tenth of the time.
+    order = np.argsort(came.astype(np.min_scalar_type(plan.clients)), kind="stable")
+    of_clients = np.split(rounds[order], ends)
     places: dict[bytes, int] = {}
     which = np.array([places.setdefault(attended.tobytes(), len(places)) for attended in of_clients])
     patterns = dict(zip(which.tolist(), of_clients, strict=True))

@@ -13,7 +13,7 @@ from sordino.core import Correlated, Privacy, Trust
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.privacy import calibration
-from sordino.privacy.accounting import correlated, gaussian, tree_factors
+from sordino.privacy.accounting import correlated, gaussian, inverse_root, tree_factors
 from sordino.privacy.accounting.correlated import (
     MOST_CORRELATED_ROUNDS,
     TREE_SLACK,
@@ -290,6 +290,64 @@ def test_squares_of_inverse_roots_against_dense_factors(bands, rounds):
             inverse = np.linalg.inv(seen @ seen.T)
             assert inverse.min() > -EXACT
             assert noise.released_squares(attended)[k] == pytest.approx(inverse.sum(), rel=1e-7)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("band", [1, 2, 10, 40])
+def test_windows_of_bands_bound_what_own_rows_tell(band, momentum, monkeypatch):
+    """Against the best of some moves on dense covariances. Mutant: half a percent less, where moves of one sign are the
+    worst."""
+    noise, rng = correlated.banded(400, band, momentum), np.random.default_rng(7)
+    monkeypatch.setattr(correlated, "AT_ONCE", 8)
+    covariance = noise.decoder @ noise.decoder.T
+    for chance in (0.05, 0.3, 0.9):
+        attended = np.flatnonzero(rng.random(400) < chance)
+        inverse = np.linalg.inv(covariance[np.ix_(attended, attended)])
+        moves = [np.ones(len(attended)), *rng.choice([-1.0, 1.0], (3, len(attended)))]
+        for n, move in enumerate(moves):
+            for _ in range(20):
+                move = np.where(inverse @ move < 0, -1.0, 1.0)
+            moves[n] = move
+        worst = math.sqrt(max(move @ inverse @ move for move in moves))
+        found = noise.over_windows(attended)
+        assert worst * (1 - 1e-12) <= found <= (1.02 if momentum else 1.005) * math.sqrt(np.abs(inverse).sum())
+        with monkeypatch.context() as patch:
+            patch.setattr(correlated, "MOST_INVERTED", 0)
+            assert noise._inverted_sensitivity(attended) <= min(found, noise.sensitivity(attended))
+    gram = noise.encoder.T @ noise.encoder
+    t = np.arange(400)
+    np.testing.assert_allclose(noise._products(t[:, None], t), gram, atol=1e-14)
+
+
+def test_moves_of_windows_have_rows_in_common(monkeypatch):
+    """Without the products of different windows, the bound would be too small."""
+    noise, every = correlated.banded(300, 10), np.arange(300)
+    monkeypatch.setattr(correlated, "AT_ONCE", 4)
+    gram = noise.encoder.T @ noise.encoder
+    blocks = sum(gram[i : i + 4, i : i + 4].sum() for i in range(0, 300, 4))
+    assert math.sqrt(blocks) < 0.9 * noise.sensitivity(every)
+    assert noise.over_windows(every) == pytest.approx(noise.sensitivity(every), rel=1e-9)
+    assert noise.over_windows(every) >= noise.sensitivity(every)
+
+
+@pytest.mark.parametrize("bands", [300, 600])
+def test_long_recurrences_are_convolutions_and_no_smaller(bands, monkeypatch):
+    """Mutants: no bound on rounding; a circle on which sums wrap around."""
+    noise, rng = InverseRoot(bands, 700), np.random.default_rng(5)
+    for chance in (0.01, 0.3, 1.0):
+        attended = np.flatnonzero(rng.random(700) < chance)
+        taken = np.zeros(700)
+        taken[attended] = 1.0
+        exact = [math.fsum(noise.solve(np.eye(1, 700)[0])[t - attended[attended <= t]]) for t in range(700)]
+        assert (noise._convolved(taken) >= exact).all()
+        convolved, own = noise.squares(attended), noise.released_squares(attended)
+        with monkeypatch.context() as patch:
+            patch.setattr(inverse_root, "MOST_RECURRENCE", 2**30)
+            patch.setattr(inverse_root, "MOST_TABLE", 0)
+            one_by_one, own_too = noise.squares(attended), noise.released_squares(attended)
+        np.testing.assert_allclose(convolved, one_by_one, rtol=1e-7)
+        np.testing.assert_allclose(own, own_too, rtol=1e-7)
+        assert (own <= convolved * (1 + 1e-9)).all()
 
 
 def test_running_sums_of_an_inverse_root_have_its_variances():
@@ -722,6 +780,7 @@ def test_own_streams_of_bands_are_inverted_from_one_matrix_of_covariances(rounds
         dense = Correlated._inverted_sensitivity(noise, chosen)
         assert noise._inverted_sensitivity(chosen) == pytest.approx(dense, rel=1e-6)
     monkeypatch.setattr(correlated, "MOST_ERROR", 0.0)
+    monkeypatch.setattr(correlated, "MOST_INVERTED", 10**9)
     assert noise._inverted_sensitivity(chosen) == noise.sensitivity(chosen) > dense
 
 

@@ -230,6 +230,13 @@ def test_far_corners_neither_overflow_nor_warn():
     assert 0 < gaussian.mu(1e-12, 1e-30) < 1e-12
 
 
+def test_an_epsilon_that_rounding_hides_is_a_bound():
+    """At mu = 1e20 the rounding of epsilon / mu - mu / 2 is larger than what decides."""
+    for mu in (1e14, 1e16, 1e20, 1e100):
+        found = gaussian.epsilon(mu, 1e-5)
+        assert mu * mu / 2 * (1 - 1e-9) <= found <= mu * (mu / 2 + 5) * (1 + 1e-9)
+
+
 def test_the_naive_difference_would_fail():
     """Why the code does not simply subtract: at these values the textbook line loses most of its digits."""
     from scipy.special import ndtr

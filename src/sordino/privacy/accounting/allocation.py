@@ -41,11 +41,14 @@ Array = np.ndarray
 MOST_MU = 3.5  # of a shift: above it an epoch counts as one release on all data
 MOST_ALPHAS = 400  # at which a divergence is computed
 MOST_LOSS = 300.0  # exp(MOST_LOSS) is the largest alpha
-SUM_CELLS = 1 << 16  # of a grid for all alphas, at most
+SUM_CELLS, COARSE_SUM_CELLS = 1 << 16, 1 << 15  # of a grid for all alphas, at most; the second one in wide cells
 MOST_WIDTH = 0.25  # of a cell of such a grid, in standard deviations of one term
 SUM_REACH = 12.0  # standard deviations of the sum, on either side of its mean, that it holds
 WIDTH, CELLS = 0.1, 1 << 11  # of the grid for one alpha
 SUM_ROUNDING = 2e-13  # about the bound on what rounding adds to all masses of such a grid, per round
+MOST_STEP = 0.2  # of a cell of such a grid, as a share of the smallest sum that counts, if the loss grows as it falls
+MOST_ROUNDING, MOST_COARSE_ROUNDING = 10.0, 100.0  # of it, as multiples of `cut`; the second one in wide cells
+FLAT = 1.5  # a divergence that is not larger than the least one by more counts as the least one
 _PLACES = 256  # units in the last place: more than the rounding of a cell's ends, relative to the terms there
 _WRAPPED = 16.0  # -log of the tilted mass that may wrap around
 _AT_ONCE = 8  # alphas of one epoch that are computed together
@@ -131,7 +134,18 @@ def _usable_grid(epoch: Epoch) -> _SumGrid | None:
         return None
     width = min(epoch.spacing / loss_std(*epoch[:4]) / 5, MOST_WIDTH)
     grid = _sum_grid(epoch.rounds, epoch.mu, epoch.cut, width)
-    return grid if grid.cells <= SUM_CELLS and SUM_ROUNDING * epoch.rounds <= 10 * epoch.cut else None
+    coarse = epoch.width > WIDTH
+    cells, most = (COARSE_SUM_CELLS, MOST_COARSE_ROUNDING) if coarse else (SUM_CELLS, MOST_ROUNDING)
+    if grid.cells > cells or SUM_ROUNDING * epoch.rounds > most * epoch.cut:
+        return None
+    return grid if epoch.way == "remove" or grid.h <= MOST_STEP * _least_sum(epoch, grid) else None
+
+
+def _least_sum(epoch: Epoch, grid: _SumGrid) -> float:
+    """About the smallest sum that counts; a smaller one has at most the probability `cut`, or is not on the grid."""
+    largest = float(scipy.special.ndtri(epoch.cut ** (1 / epoch.rounds)))  # of the z of all terms
+    of_terms = math.exp(epoch.mu * largest - epoch.mu**2 / 2)  # a sum is at least its largest term
+    return epoch.bins - epoch.rounds + max(grid.h * grid.start, of_terms)
 
 
 def loss_std(bins: int, rounds: int, mu: float, way: str) -> float:
@@ -364,7 +378,8 @@ def _profiles(epochs: Sequence[Epoch]) -> list[tuple[Array, Array]]:
                 still.append(epoch)
         pending = still
     for epoch, known in deltas.items():
-        kept = int(np.append(np.flatnonzero(known <= epoch.cut), len(known) - 1)[0]) + 1
+        least = max(epoch.cut, FLAT * float(known.min()))  # what follows is rounding, and would misplace a grid
+        kept = int(np.flatnonzero(known <= least)[0]) + 1
         alphas = np.exp(np.minimum(epsilons[epoch][:kept], _most_loss(epoch)))
         _remembered[epoch] = alphas, np.minimum.accumulate(known[:kept])
     return [_remembered[epoch] for epoch in epochs]
@@ -374,6 +389,31 @@ def _most_loss(epoch: Epoch) -> float:
     """The epsilon from which on the divergence is 0."""
     joins = epoch.way == "add" and epoch.rounds < epoch.bins
     return math.log(epoch.bins / (epoch.bins - epoch.rounds)) if joins else math.inf
+
+
+def epsilon_near(epoch: Epoch, delta: float, near: float, spacing: float) -> float:
+    """An epsilon of one epoch by itself: divergences at some losses around one of them, and chords, which are bounds.
+
+    Args:
+      epoch: the epoch; `spacing` and `growth` are not used.
+      delta: the delta.
+      near: the epsilon around which the losses lie.
+      spacing: of the nearest losses, as a share of epsilon.
+
+    Returns:
+      An upper bound on epsilon, tight if it is near; infinite if it lies far above, and the first loss if far below.
+    """
+    steps = np.concatenate([np.arange(0.5, 4.0) * spacing, np.geomspace(6 * spacing, 1.5, 5)])
+    losses = np.minimum(near * np.exp(np.concatenate([-steps[::-1], steps])), MOST_LOSS)
+    deltas = _at_losses({epoch: losses.tolist()})[0]
+    enough = np.flatnonzero(deltas <= delta)
+    if not len(enough):
+        return math.inf
+    last = int(enough[0])
+    if not last:
+        return float(losses[0])
+    (left, right), (above, below) = losses[last - 1 : last + 1], deltas[last - 1 : last + 1]
+    return float(left + math.log1p((above - delta) / (above - below) * math.expm1(right - left))) * (1 + 1e-14)
 
 
 def _at_losses(losses: dict[Epoch, list[float]]) -> Array:
@@ -476,6 +516,8 @@ def divergences(
     scale = (
         std if way == "remove" else np.minimum(std, 3 * alpha)
     )  # of what counts: rare large W' leave no positive sum
+    if way == "add":  # a sum is positive only if no term is below -constant
+        scale = np.minimum(scale, np.maximum(constant, 1e-6 * scale) / 2)
     spread = scale * np.sqrt(rounds)
     first = -mu * terms.behind - _LEAST
     z = first + (mu * terms.ahead - scipy.special.ndtri(cut) - first) * np.linspace(0.0, 1.0, 60)
@@ -485,6 +527,8 @@ def divergences(
     enough = -constant if way == "remove" else enough  # no W is negative, so one of this length makes the sum positive
     d = terms.at(z)
     low, top = np.maximum(d[:, :1], usual - enough), np.minimum(d[:, -1:], usual + enough)
+    if way == "add":  # a term below -constant leaves no positive sum, nor does one that is raised to it
+        low = np.where((-constant < top) & (constant > 0), np.maximum(low, -constant), low)
     d = np.clip(d, low, top)
 
     def log_moments(t: Array) -> Array:

@@ -27,6 +27,9 @@ from sordino.privacy.accounting.tree_factors import TreeFactors
 
 MOST_CORRELATED_ROUNDS = 4096  # the matrices are dense
 TREE_SLACK = 4e-6  # of a client's own tree: what the rounding of its factors may cost (docs/proofs.md, "Trees")
+MOST_INVERTED = 256  # rounds of a client's own banded noise up to which the covariance is inverted
+AT_ONCE = 32  # of more rounds, how many are followed together in one window
+LEAST_MARGIN = 20  # rounds by which a window reaches beyond them, and two bands more
 INVERTED = 64  # rounds of a client's own tree up to which the covariance is inverted, which costs no slack
 EXPONENTS = np.arange(1, 33) / 32  # of the weights of earlier rounds, of which `fitted_diagonals` takes the best
 
@@ -249,6 +252,8 @@ class Banded(Structured):
         bound = self.sensitivity(rounds)
         if not len(rounds):
             return bound
+        if len(rounds) > MOST_INVERTED:
+            return min(bound, self.over_windows(rounds))
         norms = self._norms[rounds]
         covariance = self._covariances[np.ix_(rounds, rounds)] * norms * norms[:, None]
         factor, failed = scipy.linalg.lapack.dpotrf(covariance, lower=1, clean=1)
@@ -266,6 +271,74 @@ class Banded(Structured):
         if not error < MOST_ERROR:
             return bound
         return min(bound, math.sqrt(float(sums.sum()) / (1 - error)))
+
+    def over_windows(self, rounds: np.ndarray) -> float:
+        """A bound on `released_sensitivity`, from parts of the stream, for a client with many rounds.
+
+        For moves d of its rounds, its own rows cost the least |C x|^2 over all x with x = d there. So every choice of x
+        in the other rounds is a bound. Here x = X d: column s of X is the best choice for a move of round s alone in a
+        window around it, and zero elsewhere. What is lost by that decays fast with the length of the window.
+        docs/proofs.md, "A client's own stream", has the proof.
+
+        Args:
+          rounds: in which the client takes part.
+
+        Returns:
+          The bound; infinite if a covariance has no factor.
+        """
+        rounds, column = np.sort(np.asarray(rounds, dtype=int)), np.trim_zeros(self._column, "b")
+        own, moved = _indicator(self.rounds, rounds) > 0, np.zeros(self.rounds)
+        parts, margin = list[tuple[int, np.ndarray]](), 2 * len(column) + LEAST_MARGIN
+        for first in range(0, len(rounds), AT_ONCE):
+            some = rounds[first : first + AT_ONCE]
+            start, stop = max(0, some[0] - margin), min(self.rounds, some[-1] + margin + 1)
+            others, x = start + np.flatnonzero(~own[start:stop]), np.zeros((stop - start, len(some)))
+            x[some - start, np.arange(len(some))] = 1.0
+            if len(others):
+                later = np.append(others, np.full(len(column) - 1, 2 * self.rounds))
+                near = later[np.arange(len(column))[:, None] + np.arange(len(others))]
+                factor, failed = scipy.linalg.lapack.dpbtrf(self._products(near, others), lower=1)
+                if failed:
+                    return math.inf
+                x[others - start] = -scipy.linalg.lapack.dpbtrs(factor, self._products(others[:, None], some), lower=1)[
+                    0
+                ]
+            moved[start:stop] += np.abs(x).sum(1)
+            encoded = np.zeros((min(self.rounds, stop + len(column) - 1) - start, len(some)))
+            x /= self._norms[start:stop, None]
+            for lag, weight in enumerate(column):
+                encoded[lag : lag + len(x)] += weight * x[: len(encoded) - lag]
+            parts.append((start, encoded))
+        total = 0.0
+        for n, (start, encoded) in enumerate(parts):
+            total += float(np.abs(encoded.T @ encoded).sum())
+            for later_start, other in parts[n + 1 :]:
+                both = min(len(encoded) - (later_start - start), len(other))
+                if both <= 0:
+                    break
+                shared = encoded[later_start - start :][:both].T @ other[:both]
+                total += 2 * float(np.abs(shared).sum())
+        largest = np.convolve(moved / self._norms, column)[: self.rounds]
+        rounding = 4 * (self.rounds + 2 * len(column) + 8) * 2.0**-52 * float(largest @ largest)
+        residual = self._residual()
+        return math.sqrt(total + rounding) * (1 + 1e-12) + residual / (1 - residual) * float(moved.sum())
+
+    def _products(self, first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        """C^T C in these rounds, C the encoder."""
+        apart = np.minimum(np.abs(first - second), len(self._gram) - 1)
+        return np.asarray(self._gram[apart, np.minimum(first, second)])
+
+    @cached_property
+    def _gram(self) -> np.ndarray:
+        """Diagonals of C^T C, from the main one down, entry (j + lag, j) in place (lag, j); the last one is zero."""
+        column = np.trim_zeros(self._column, "b")
+        gram = np.zeros((len(column) + 1, self.rounds))
+        for lag in range(len(column)):
+            sums = np.cumsum(column[: len(column) - lag] * column[lag:])
+            later = np.arange(lag, self.rounds)
+            shared = np.minimum(len(sums), self.rounds - later)  # rows of both columns
+            gram[lag, : len(later)] = sums[shared - 1] / (self._norms[later] * self._norms[later - lag])
+        return gram
 
     @cached_property
     def _covariances(self) -> np.ndarray:

@@ -112,6 +112,8 @@ def epsilon(mu: float, delta: float) -> float:
     most = mu * (mu / 2 + math.sqrt(-2 * target))
     if math.isinf(most):
         return math.inf
+    if _log_delta(mu, most) > target:  # mu is so large that the rounding of epsilon / mu - mu / 2 hides the answer
+        return most * (1 + 1e-12)
     root = _root(lambda x: _log_delta(mu, x) - target, 0.0, most)
     return _push(root, +1, lambda x: _log_delta(mu, x) <= target)
 

@@ -26,6 +26,9 @@ MOST_BANDS = 4096
 MOST_COVARIANCES = 2**22  # of a client's own rows that are computed; beyond, the bound of the whole stream counts
 MOST_BAND_ENTRIES = 2**21  # of a banded system: 16 MiB
 MOST_FIRST_COVARIANCES = 2**18  # of rounds that have fewer earlier draws than bands, which are computed one by one
+MOST_TABLE = 512  # draws of a release up to which all covariances of early rounds are tabulated
+MOST_RECURRENCE = 2**16  # products of a recurrence; beyond, Fourier transforms take its place
+SMALL_ERROR = 1e-9  # of the square of a client's own rows: then the larger bound of the whole stream is not needed
 UNIT_ROUNDOFF = 2.0**-53
 
 
@@ -80,6 +83,24 @@ class InverseRoot(Noise):
 
         return np.asarray(lfilter([1.0], self.coefficients, x))
 
+    def _convolved(self, taken: np.ndarray) -> np.ndarray:
+        """Upper bounds on the entries of C @ taken for zeros and ones, by Fourier transforms.
+
+        An entry of a transform is off by at most c times the sum of absolute values (`subsampled._compose`). Two of
+        them, their product and the transform back are off by at most 4 c times the product of both sums.
+        """
+        column, spectrum, size = self._column
+        rounding = 12 * 2.0**-52 * math.log2(size) * float(taken.sum() * column.sum())
+        moved = scipy.fft.irfft(scipy.fft.rfft(taken, size) * spectrum, size)[: self.rounds]
+        return np.asarray(np.maximum(moved, 0.0) + rounding)
+
+    @cached_property
+    def _column(self) -> tuple[np.ndarray, np.ndarray, int]:
+        """The first column of C, and its transform on a circle of so many places that nothing wraps around."""
+        column = self.solve(np.eye(1, self.rounds)[0])
+        size = scipy.fft.next_fast_len(2 * self.rounds, real=True)
+        return column, scipy.fft.rfft(column, size), size
+
     def squares(self, attended: np.ndarray) -> np.ndarray:
         """Squared sensitivities of the whole stream: entry k after the first k of the rounds that a unit takes part in.
 
@@ -96,7 +117,8 @@ class InverseRoot(Noise):
             return np.zeros(1)
         taken = np.zeros(self.rounds)
         taken[attended] = 1.0
-        total = np.cumsum(self.solve(taken) ** 2)
+        convolved = len(self.coefficients) * self.rounds > MOST_RECURRENCE
+        total = np.cumsum((self._convolved(taken) if convolved else self.solve(taken)) ** 2)
         return np.concatenate([[0.0], total[np.append(attended[1:], self.rounds) - 1]]) * (1 + self._slack)
 
     def released_squares(self, attended: np.ndarray) -> np.ndarray:
@@ -111,22 +133,19 @@ class InverseRoot(Noise):
         if np.array_equal(attended, np.arange(len(attended))):  # L is the decoder
             moved = self.solve(np.ones(len(attended)))
             return np.concatenate([[0.0], np.cumsum(moved**2)]) * (1 + self._slack)
-        lower, whole = self._covariances(attended), self.squares(attended)
+        lower = self._covariances(attended)
         if lower is None:
-            return whole
+            return self.squares(attended)
         width, bands = len(lower) - 1, len(self.coefficients)
-        try:
-            factor = scipy.linalg.cholesky_banded(lower, lower=True)
-            moved = scipy.linalg.solve_banded((width, 0), factor, np.ones(len(attended)))
-        except np.linalg.LinAlgError:
-            return whole
         # docs/proofs.md: the error of S, of L and of the solution, over the least eigenvalue of S.
         least = 0.98 * float(self.coefficients.sum()) ** 2
         error = 1.5 * (2 * width + 1) * (bands + 3 * width + 7) * UNIT_ROUNDOFF / least
-        if not error < MOST_ERROR:
-            return whole
-        own = np.concatenate([[0.0], np.cumsum(moved**2)]) * (1 + self._slack) / (1 - error)
-        return np.asarray(np.minimum(own, whole))
+        factor, failed = scipy.linalg.lapack.dpbtrf(lower, lower=1)
+        if failed or not error < MOST_ERROR:
+            return self.squares(attended)
+        moved, _ = scipy.linalg.lapack.dtbtrs(factor, np.ones(len(attended)), uplo="L")
+        own = np.concatenate([[0.0], np.cumsum(moved.reshape(-1) ** 2)]) * (1 + self._slack) / (1 - error)
+        return own if error < SMALL_ERROR else np.asarray(np.minimum(own, self.squares(attended)))
 
     def sensitivity(self, rounds: np.ndarray) -> float:
         """The sensitivity to a unit that takes part in exactly `rounds`: by at most 1 each time, in any direction."""
@@ -166,19 +185,32 @@ class InverseRoot(Noise):
         width = int((np.searchsorted(attended, attended + bands) - np.arange(count)).max()) - 1
         if count * (width + 1) > MOST_COVARIANCES or bands * (width + 1) > MOST_FIRST_COVARIANCES:
             return None
-        steady = np.correlate(d, d, "full")[bands - 1 :]
-        lower = np.zeros((width + 1, count))
-        for lag in range(width + 1):
-            starts, gaps = attended[: count - lag], attended[lag:] - attended[: count - lag]
-            near = gaps < bands
-            row = np.where(near, steady[np.minimum(gaps, bands - 1)], 0.0)
-            for i in np.flatnonzero(near & (starts + gaps < bands - 1)):
-                s, gap = int(starts[i]), int(gaps[i])
-                row[i] = d[: s + 1] @ d[gap : s + gap + 1]
-            if lag and (row[near] >= -2 * (bands + 3) * UNIT_ROUNDOFF).any():
-                return None
-            lower[lag, : count - lag] = row
+        padded = np.append(attended, np.full(width, attended[-1] + bands))  # too far from all others
+        gaps = padded[np.arange(width + 1)[:, None] + np.arange(count)] - attended
+        lower = np.asarray(self._steady[np.minimum(gaps, bands)])
+        early = int(np.searchsorted(attended, bands))
+        lags, places = np.nonzero(gaps[:, :early] + attended[:early] < bands - 1)
+        if bands <= MOST_TABLE:
+            lower[lags, places] = self._early[gaps[lags, places], attended[places]]
+        else:
+            for lag, i in zip(lags, places, strict=True):
+                start, gap = int(attended[i]), int(gaps[lag, i])
+                lower[lag, i] = d[: start + 1] @ d[gap : start + gap + 1]
+        if (lower[1:][gaps[1:] < bands] >= -2 * (bands + 3) * UNIT_ROUNDOFF).any():
+            return None
         return lower
+
+    @cached_property
+    def _early(self) -> np.ndarray:
+        """The covariance of rounds start and start + gap in place (gap, start); those that are not early are wrong."""
+        d = self.coefficients
+        later = np.lib.stride_tricks.sliding_window_view(np.append(d, np.zeros(len(d) - 1)), len(d))
+        return np.asarray(np.cumsum(later * d, axis=1))
+
+    @cached_property
+    def _steady(self) -> np.ndarray:
+        """The covariances of releases that are 0, 1, ... rounds apart, both with `bands` draws; the last one is 0."""
+        return np.append(np.correlate(self.coefficients, self.coefficients, "full")[len(self.coefficients) - 1 :], 0.0)
 
     def _dense(self, column: np.ndarray) -> np.ndarray:
         if self.rounds > MOST_CORRELATED_ROUNDS:

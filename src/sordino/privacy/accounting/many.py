@@ -222,7 +222,7 @@ def _search(
             fits = ~np.isnan(epsilons)
             rows, at, epsilons, below = (each[fits] for each in (rows, at, epsilons, below))
             excess = np.log(np.clip(epsilons / target[rows], 1e-9, 1e9)) + _MARGIN
-            excess = np.where(below, np.minimum(excess, BELOW), excess)
+            excess = np.where(below & (excess <= 0), np.minimum(excess, BELOW), excess)
             secant = (excess - before[1, rows]) / (np.log(at) - before[0, rows])
         known = np.isfinite(secant) & (np.abs(excess - before[1, rows]) > 1e-4)
         slope[rows] = np.where(known, np.clip(secant, -8.0, -0.3), slope[rows])
@@ -466,7 +466,7 @@ def _on_grids(batch: Batch, level: float, way: str, grids: _Grids, size: int) ->
     before = np.append(np.cumsum((weight * decay)[:, :0:-1], axis=1)[:, ::-1], nothing, axis=1) * growth
     missing = infinite + np.exp(np.minimum(0.0, log_top - t * last))
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
-    deltas = np.minimum(np.maximum(deltas, missing), 1.0)
+    deltas = np.where(offset < -600, 1.0, np.minimum(np.maximum(deltas, missing), 1.0))
     curves = zip(deltas, (h * start)[:, 0], h[:, 0], slack[:, 0], strict=True)
     begins = np.maximum(0, np.ceil(-start).astype(int))
     below = (np.take_along_axis(deltas, np.minimum(begins, size - 1), 1) <= level) & (start > 0)

@@ -73,7 +73,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 10  # of the algorithm: cached results of other versions are not read
+VERSION = 11  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -508,6 +508,8 @@ def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float
     If the result is far from the centre of its grid, or small compared with a cell, the next grid is placed around it.
     If rounding is a visible part of the answer, the next grid is precise.
     """
+    if _is_one_epoch(parts, mu):
+        return _refined_epoch(parts[0], way, delta)
     epochs = any(part.span for part in parts)  # moments place a grid badly if a few epochs have rare large losses
     least, placing = math.inf, (math.inf, False)  # centre of the grid (inf: placed at delta), and whether it is precise
     tried: list[tuple[float, bool]] = []
@@ -524,6 +526,32 @@ def _refined(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float
         if not blurred and not (epochs and len(tried) == 1) and (sharp or (not precise and least > 0.999 * before)):
             break
         placing = (least, blurred)
+    return least
+
+
+def _is_one_epoch(parts: Sequence[SampledGaussian], mu: float) -> bool:
+    """Whether one epoch, or the beginning of one, is all that is released: then no losses are added up."""
+    return len(parts) == 1 and parts[0].span > 0 and parts[0].times == 1 and mu == 0
+
+
+def _of_one_epoch(part: SampledGaussian, way: str, delta: float, near: float, grid: float) -> float:
+    """Its epsilon, from divergences near one; how far they are apart follows from the grid."""
+    width = allocation.WIDTH * (2 if grid >= COARSE else 1)
+    epoch = allocation.Epoch(round(1 / part.rate), part.span, part.mu, way, 1e-4 * delta, 0.0, 0.0, width)
+    return allocation.epsilon_near(epoch, delta, near, min(0.01 * math.sqrt(grid / EXCESS), 0.05))
+
+
+def _refined_epoch(part: SampledGaussian, way: str, delta: float) -> float:
+    """The smallest epsilon of one epoch that some divergences show, each time nearer to the last one."""
+    near, least = 1.0, math.inf
+    for _ in range(12):
+        found = _of_one_epoch(part, way, delta, near, EXCESS / 25)
+        least = min(least, found)
+        if least < 1e-6 or (math.isinf(found) and near > allocation.MOST_LOSS):
+            break
+        if 0.999 * near < found < 1.001 * near:
+            break
+        near = found if math.isfinite(found) else 4 * near
     return least
 
 
@@ -585,8 +613,8 @@ def _grid_epsilon(
     worst = _one_grid(parts, mu, first, delta, near, grid)
     for way in others:
         coarse = _one_grid(parts, mu, way, delta, near, COARSE)
-        enough = coarse <= near or grid == COARSE
-        worst = max(worst, coarse if enough else _one_grid(parts, mu, way, delta, near, grid))
+        enough = coarse <= max(near, worst)
+        worst = max(worst, coarse if enough else _one_grid(parts, mu, way, delta, near, min(grid, MIDDLE)))
     return min(worst, _rare(parts, mu, delta))
 
 
@@ -597,6 +625,8 @@ def _one_grid(
     """An epsilon in one direction, by one grid; if no loss is above `near`, without one."""
     if near is not None and (most := _most_loss(parts, mu, way)) <= near:
         return most
+    if near is not None and _is_one_epoch(parts, mu):
+        return _of_one_epoch(parts[0], way, delta, near, grid) * (1 + grid / 4)  # not below what finer ones find
     return _epsilon_at(_curve(parts, mu, way, delta, near, grid=grid), delta)
 
 
@@ -1056,7 +1086,8 @@ def _compose(
     missing = infinite + math.exp(min(0.0, log_top - t * last))
     n = sum(times for _, _, times, _ in pieces)  # the rounding of an exponential, about 1e-14, is raised to this power
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
-    return _Curve(h * start, h, np.minimum(np.maximum(deltas, missing), 1.0), slack, lost * weight / masses, centre)
+    deltas = np.where(offset < -600, 1.0, np.minimum(np.maximum(deltas, missing), 1.0))  # `before` is too large there
+    return _Curve(h * start, h, deltas, slack, lost * weight / masses, centre)
 
 
 def _multiplied(
