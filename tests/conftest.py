@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import json
 import logging
 import os
@@ -48,14 +49,20 @@ def painting():
     paint = Figure.savefig
 
     def savefig(figure, path, **options):
-        ending = Path(path).suffix if isinstance(path, str | Path) else ""
+        text = isinstance(path, io.StringIO)  # of a picture that is part of a page
+        ending = f"{options['format']} text" if text else Path(path).suffix if isinstance(path, str | Path) else ""
         if switch["on"] or not ending:
             paint(figure, path, **options)
             return
         if ending not in PAINTED:
             paint(figure, path, **options)
-            PAINTED[ending] = Path(path).read_bytes()
-        Path(path).write_bytes(PAINTED[ending])
+            PAINTED[ending] = path.getvalue().encode() if text else Path(path).read_bytes()
+        if text:
+            path.seek(0)
+            path.truncate()
+            path.write(PAINTED[ending].decode())
+        else:
+            Path(path).write_bytes(PAINTED[ending])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)
