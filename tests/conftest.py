@@ -85,7 +85,7 @@ def pytest_collection(session):
     """Every worker begins with other files. In a fresh clone pytest compiles each of them, which takes longer than to
     collect its tests; so a worker finds most of what the others have to compile done."""
     worker = getattr(session.config, "workerinput", None)
-    if worker is None:
+    if worker is None or session.config.getoption("ignore"):  # a file that is named may not be ignored
         return
     files = []
     for given in session.config.args:
