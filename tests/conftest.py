@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import io
 import json
 import logging
 import os
@@ -48,14 +49,20 @@ def painting():
     paint = Figure.savefig
 
     def savefig(figure, path, **options):
-        ending = Path(path).suffix if isinstance(path, str | Path) else ""
+        text = isinstance(path, io.StringIO)  # of a picture that is part of a page
+        ending = f"{options['format']} text" if text else Path(path).suffix if isinstance(path, str | Path) else ""
         if switch["on"] or not ending:
             paint(figure, path, **options)
             return
         if ending not in PAINTED:
             paint(figure, path, **options)
-            PAINTED[ending] = Path(path).read_bytes()
-        Path(path).write_bytes(PAINTED[ending])
+            PAINTED[ending] = path.getvalue().encode() if text else Path(path).read_bytes()
+        if text:
+            path.seek(0)
+            path.truncate()
+            path.write(PAINTED[ending].decode())
+        else:
+            Path(path).write_bytes(PAINTED[ending])
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Figure, "savefig", savefig)
@@ -73,12 +80,29 @@ def painted(request, painting, monkeypatch):
     painting["on"] = False
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session):
+    """Every worker begins with other files. In a fresh clone pytest compiles each of them, which takes longer than to
+    collect its tests; so a worker finds most of what the others have to compile done."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.getoption("ignore"):  # a file that is named may not be ignored
+        return
+    files = []
+    for given in session.config.args:
+        folder = session.config.invocation_params.dir / given
+        files += sorted(map(str, folder.rglob("test_*.py"))) if folder.is_dir() else [given]
+    files, number = list(dict.fromkeys(files)), int(worker["workerid"].removeprefix("gw"))
+    first = len(files) * number // worker["workercount"]
+    session.config.args = files[first:] + files[:first]
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """With several workers the longest tests start first, so that no worker ends alone with one of them."""
+    """With several workers the longest tests start first, so that no worker ends alone with one of them. The order is
+    the same in all of them, whatever they collected first."""
     if hasattr(config, "workerinput"):
         seconds = json.loads(DURATIONS.read_text())
-        items.sort(key=lambda item: -seconds.get(item.nodeid.partition("[")[0], 0))
+        items.sort(key=lambda item: (-seconds.get(item.nodeid.partition("[")[0], 0), item.path))
 
 
 def pytest_collection_finish():

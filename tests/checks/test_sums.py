@@ -4,20 +4,36 @@ import pytest
 import torch
 
 from sordino.checks import check_sums
-from sordino.checks.sums import OneAccumulator, SumFinding, findings, graph_kinds, sums
+from sordino.checks.sums import OneAccumulator, SumFinding, findings, graph_kinds, kinds, pair, sums
 from sordino.core import Centre, Shard
 from sordino.models import cuda_graphs, kernel
 from sordino.models.linear import Linear, Loss
 
 QUERIES = 14
+COMPILED = {"logistic gradient", "softmax gradient", "gradient of two runs", "centred gradient"}
 
 
-@pytest.mark.parametrize("compiled", [True, False])
-def test_one_record_moves_no_sum_further_than_claimed(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(kernel, "clipped_sum", lambda *args, **kwargs: None)
-    found = list(sums(rows=(10_000, 100_000)))
+ROWS = (10_000, 100_000)
+
+
+def test_one_record_moves_no_sum_further_than_claimed():
+    found = list(sums(rows=ROWS))
     assert len(found) == 2 * QUERIES
+    for each in found:
+        assert 0.99 < each.reached <= 1, each
+
+
+def test_nor_without_the_compiled_kernel(monkeypatch):
+    """The sums that ask for it; the others are the same without it."""
+    asked, found = [], []
+    monkeypatch.setattr(kernel, "clipped_sum", lambda *args, **kwargs: asked.append(args))
+    for name, semidefinite, total in kinds(lambda linear: linear, "cpu"):
+        asked.clear()
+        total(pair(1_000, 1.0, 1.0, semidefinite, 1, "cpu"))
+        if asked:
+            found += findings(name, semidefinite, total, ROWS)
+    assert len(found) == 2 * len(COMPILED)
+    assert {each.query for each in found} == COMPILED
     for each in found:
         assert 0.99 < each.reached <= 1, each
 

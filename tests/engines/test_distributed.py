@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +32,7 @@ from sordino.privacy.plan import Plan
 from sordino.training import ranks, run
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
-from tests.support import plan_for
+from tests.support import forks, plan_for
 
 ROOT = Path(__file__).parents[2]
 SIZES = (20, 35, 50, 9, 41, 28)
@@ -238,19 +239,15 @@ def run_all_cases(folder):
     lines.close()
     env = os.environ | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     env |= {f"PORT_{name}": str(port) for name, port in zip(("WHOLE", "RESUMED", "CASES"), free_ports(3), strict=True)}
-    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(folder)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=folder,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 9], errors
+    code = f"import runpy\n\nrunpy.run_path({__file__!r}, run_name='__main__')"
+
+    def rank(number):
+        own = env | {"RANK": str(number), "LOCAL_RANK": str(number)}
+        return forks.run(code, str(folder), folder=folder, path=[ROOT, ROOT / "src"], env=own, seconds=120)
+
+    with ThreadPoolExecutor(2) as both:
+        done = list(both.map(rank, (0, 1)))
+    assert [each.returncode for each in done] == [0, 9], [each.stderr for each in done]
 
 
 def free_ports(count):

@@ -1,5 +1,7 @@
 """Networks by name."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -37,8 +39,14 @@ def test_networks_pass_the_check_of_construction(shape):
     assert TorchModel(module, shape=shape).mode != "vmap"
 
 
+@functools.cache
+def of_colours(name):
+    """A network of 32 x 32 images, which construction checks for seconds."""
+    return nets.build(name, 3072, 10)
+
+
 def test_resnet_has_rules_for_all_layers_and_no_batch_norm():
-    net = nets.build("resnet18-gn", 3072, 10)
+    net = of_colours("resnet18-gn")
     assert net.size == 11_173_962
     assert per_example.supported(net.module) == []
     assert not any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in net.module.modules())
@@ -49,7 +57,7 @@ def test_resnet_has_rules_for_all_layers_and_no_batch_norm():
 @pytest.mark.parametrize("name", ["cnn", "resnet18-gn"])
 def test_colours_stand_innermost_in_rows_of_data(name):
     """The network agrees with one whose channels come first; reading rows as channels first is wrong."""
-    net, first = (nets.build(name, 3072, 10, shape=shape) for shape in (None, (3, 32, 32)))
+    net, first = of_colours(name), nets.build(name, 3072, 10, shape=(3, 32, 32))
     assert torch.equal(net.init(), first.init())
     images = torch.randn(2, 3, 32, 32)
     rows = images.permute(0, 2, 3, 1).flatten(1)

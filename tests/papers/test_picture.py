@@ -5,6 +5,7 @@ import pytest
 from papers import picture, tables
 from sordino.errors import SordinoError
 
+pytestmark = pytest.mark.draws
 CELL = {"ours": 70.0, "std": 0.5, "published": 65.0}
 
 

@@ -11,7 +11,12 @@ LARGE = ["torch", "numpy", "scipy.stats", "pyarrow", "matplotlib.pyplot", "rich.
 
 
 def run(
-    code: str, *words: str, folder: Path, path: Sequence[Path] = (), env: Mapping[str, str] | None = None
+    code: str,
+    *words: str,
+    folder: Path,
+    path: Sequence[Path] = (),
+    env: Mapping[str, str] | None = None,
+    seconds: float | None = None,
 ) -> "subprocess.CompletedProcess[str]":
     """Run Python code as `python -c` does.
 
@@ -21,6 +26,7 @@ def run(
       folder: where it runs.
       path: folders that come first where modules are looked for.
       env: further environment variables.
+      seconds: until it is killed; None for no limit.
 
     Returns:
       Exit status, output and errors.
@@ -30,7 +36,10 @@ def run(
     files = [folder / f".{name}-{os.urandom(8).hex()}" for name in ("out", "err")]
     process = context.Process(target=_child, args=(code, words, folder, [*map(str, path)], dict(env or {}), files))
     process.start()
-    process.join()
+    process.join(seconds)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
     out, err = (file.read_text(encoding="utf-8") for file in files)
     for file in files:
         file.unlink()

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -103,6 +103,11 @@ def epsilon(mu: float, delta: float) -> float:
     4.377
     """
     _check(mu=mu, delta=delta)
+    return _epsilon(float(mu), float(delta))
+
+
+@lru_cache(maxsize=4096)  # fits with the same privacy spend the same after each round
+def _epsilon(mu: float, delta: float) -> float:
     if math.isinf(mu):
         return math.inf
     target = math.log(delta)
@@ -135,6 +140,11 @@ def mu(epsilon: float, delta: float) -> float:
     0.268
     """
     _check(epsilon=epsilon, delta=delta)
+    return _mu(float(epsilon), float(delta))
+
+
+@lru_cache(maxsize=4096)
+def _mu(epsilon: float, delta: float) -> float:
     if math.isinf(epsilon):
         return math.inf
     target = math.log(delta)
