@@ -172,7 +172,6 @@ class TorchModel:
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
             self, owned, ruled=not odd
         )
-        probe.check_apart(self)
         if self.outputs < 2 and labels == "classes":
             raise SordinoError(
                 f"module: it has {self.outputs} output; classes need at least 2 outputs, one per class: end it with a "
@@ -182,6 +181,7 @@ class TorchModel:
             raise SordinoError(
                 f"classes: {classes} must be at most {self.outputs}, the number of outputs of the module."
             )
+        probe.check_apart(self)
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
             self._fall_back(mode, odd)
