@@ -14,6 +14,7 @@ from sordino.cli.run import slope_note
 from sordino.evidence import public
 from sordino.evidence.statement import statement
 from sordino.training.spec import RUN_KEYS
+from sordino.training.survival import BY_CHANCE
 from tests.support import language
 
 COHORT = ["--unit", "client", "--participation", "poisson:0.5", "--trust", "trusted-server"]
@@ -204,6 +205,10 @@ def test_runs_whose_paths_are_private_are_verified_with_and_without_them(done, t
 def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     monkeypatch.setattr("sordino.training.evaluate.beats_constant_guess", lambda dataset, last: dataset.classes == ())
+    chance = f"its concordance index is 0.51, {BY_CHANCE}"  # of a real run it depends on the noise
+    monkeypatch.setattr(
+        "sordino.training.evaluate.hardly_better", lambda dataset, _: chance if dataset.task == "survival" else ""
+    )
     sure = slope_note({"calibration_slope": 0.5}, 1000)
     monkeypatch.setattr("sordino.cli.run.slope_note", lambda measured, tests: sure)
     seen = set()

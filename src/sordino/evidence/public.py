@@ -17,6 +17,10 @@ from typing import Any, NamedTuple
 SETTING = "A setting, chosen without looking at the data."
 PLAN = "Follows from the settings, and at record level from the clients' sizes, which are public and fixed."
 ACCOUNT = "Follows from the plan's noise and sensitivities; no record enters it."
+RUN_NAME = (
+    "Figures follow from the plan's noise and sensitivities. The name of the run is a hash of its settings and data, "
+    "with a key that stays private: without the key nobody can compare it with data that they guess."
+)
 NAMES_ARE_PUBLIC = "Features, labels and file names are declared public."
 TESTED = (
     "Computed from the noised model and from test records, which lie outside the guarantee: at client level they are "
@@ -380,7 +384,7 @@ CONSOLE = (
     Line(r"intervals +\d+ of \d+ coefficients have a 95 % interval(; the noise is too large .+)?", FROM_RELEASES),
     Line(r"privacy +ε = .+ at δ = .+ level, .+", ACCOUNT),
     Line(r"verdict +(certified|NOT certified: .+)", ACCOUNT),
-    Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", ACCOUNT),
+    Line(r"ledger +ε = .+ at δ = .+ over \d+ runs? on these data \(.+\)", RUN_NAME),
     Line(r"signed by +.+ [0-9a-f]{32}", CERTIFICATE["signature.key"]),
     Line(r"exposed +the .+test.+: no noise hides them, and their score is published", ACCOUNT),
     Line(
@@ -501,7 +505,8 @@ HEAD = """# The files of a run
 
 - `OUT/public/` may be published if the run is certified. Nothing in it is then computed from protected records but
   through noised releases. Of a run that is not certified nothing may be published, unless its data are public; the
-  console and `OUT/README.txt` say which it is. README.txt also says how ledgers call the run.
+  console and `OUT/README.txt` say which it is. README.txt also says how ledgers call the run: by a
+  hash with a private key.
 - `OUT/private/` may not: `ledger.db` (what was paid for), `checkpoint.npz` (where the run stands), `run.key` (keys the
   hash of the data and signs the certificate), `schema.toml` (the schema that the run goes on with, of which the public
   one is a copy), `timings.jsonl` (how long rounds took, which depends on the records), `secret.toml` (whole paths of

@@ -48,7 +48,7 @@ def expected_loss(K: Tensor, noised: Tensor, G: Tensor, scale: Tensor, std: Tens
 
 
 def _slopes(K: Tensor, noised: Tensor) -> Tensor:
-    """Divided differences of K over the eigenvalues; on the diagonal the mean of those beside it."""
+    """Divided differences of K over the eigenvalues; on the diagonal the mean of those beside it; 0 in one row."""
     rows = noised.shape[-1]
     apart = noised.unsqueeze(-1) - noised.unsqueeze(-2)
     known = apart.abs() > 1e-12 * noised.abs().amax(-1)[..., None, None].clamp_min(1e-300)
