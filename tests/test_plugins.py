@@ -206,9 +206,12 @@ def sordino(*words):
 
 
 def test_own_code_is_trained_by_its_name_once_it_was_checked(own, capsys, monkeypatch):
+    import torch
+
     from sordino import plugins
     from sordino.errors import SordinoError
     from sordino.models import registry
+    from sordino.training.artifacts import load_model
 
     run = ("run", "--model", "own_nets:build", "--method", "dp-fedgd", "--rounds", "1", "--set", "width=3", "--out")
     assert sordino(*run, "refused") == 2
@@ -221,6 +224,9 @@ def test_own_code_is_trained_by_its_name_once_it_was_checked(own, capsys, monkey
     cert = json.loads((own / "mine" / "public" / "certificate.json").read_text())
     assert cert["certified"]
     assert any("own_nets:build is code of the user's own (own_nets, sha256 " in fact for fact in cert["assumes"])
+
+    assert sordino(*run, "half", "--set", "dtype=bfloat16") == 0
+    assert load_model(own / "half" / "public" / "model.safetensors").model.autocast is torch.bfloat16
 
     plugins._allowed.clear()  # another process, to which the user did not name the code
     monkeypatch.chdir("/")

@@ -511,7 +511,7 @@ MEANINGS = {
     "std": "of the pixels of each channel; images are divided by it",
     "weights": "folder of the weights of a transformer, as `save_pretrained` writes it",
     "lora_every": "rounds per turn of A and of B, for lora_variant = alternating",
-    "dtype": "`float32`, `float64`, or `bfloat16` for the passes through a transformer",
+    "dtype": "`float32`, `float64`, or `bfloat16` for the passes through a network",
     "noise": "noise multiplier instead of `epsilon`: standard deviation of the summed noise over the clip",
     "client_epsilon": "a stricter epsilon for some clients, by name",
     "uncertified": '`true` runs what no proof covers; the certificate then says "not certified"',

@@ -11,8 +11,10 @@ from sordino.checks import mutants
 from sordino.core import Adjacency, Correlated, Kind, Lemma, Local, Method, Query, Rule, Stage, Trust, Unit
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY, build
+from sordino.models import nets
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Linear, Loss
+from sordino.models.torch_model import TorchModel
 from sordino.rules import chain, scale
 from sordino.rules.basic import stateless
 from tests.support import Squares, descend, solve, tiers, walk
@@ -320,6 +322,25 @@ def test_a_twin_that_passes_is_reported(monkeypatch):
 def test_a_model_whose_records_are_unknown_is_refused():
     with pytest.raises(SordinoError, match="features"):
         checks.check("dp-fedgd", models=[object()])
+
+
+def test_a_network_holds_every_contract_in_bfloat16_too():
+    reports = checks.check_model("mlp", trials=8)
+    assert [problem for report in reports for problem in report.problems] == []
+    assert [report.name for report in reports] == ["mlp", "mlp", "mlp bfloat16", "mlp bfloat16"]
+
+
+class Doubled(TorchModel):
+    """Mutant: in bfloat16, what is clipped is twice as long as the clip."""
+
+    def clipped_sum(self, *args, **how):
+        return super().clipped_sum(*args, **how) * (2 if self.autocast else 1)
+
+
+def test_a_network_that_breaks_the_clip_in_bfloat16_alone_fails(monkeypatch):
+    monkeypatch.setattr(nets, "TorchModel", Doubled)
+    reports = checks.check_model("mlp", trials=8)
+    assert [report.passed for report in reports] == [True, True, False, False]
 
 
 def test_the_survival_model_holds_every_contract_with_gradients_and_with_its_life_table():

@@ -5,12 +5,15 @@ import json
 
 import numpy as np
 import pytest
+import torch
 
 from sordino.cli import main
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.evidence import public
+from sordino.models import nets
 from sordino.training import run
+from sordino.training.artifacts import load_model
 from sordino.training.predict import predict
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
@@ -39,6 +42,21 @@ def test_a_network_is_trained_certified_and_used(tmp_path, batch, capsys):
     assert len(predict(out, str(tmp_path / "x.npz")).labels) == 5
 
 
+def test_a_network_computes_in_bfloat16(tmp_path):
+    words = ["run", "--model", "cnn", "--method", "dp-fedadam", "--rounds", "2", "--clients", "3"]
+    assert main([*words, "--set", "dtype=bfloat16", "--out", str(tmp_path / "run")]) == 0
+    assert json.loads((tmp_path / "run" / "public" / "certificate.json").read_text())["certified"]
+    assert verify_run(tmp_path / "run").problems == []
+    job = run.prepare(Spec.of({**CNN, "dtype": "bfloat16"}))
+    assert job.resolved.build_model(64, 10).autocast is torch.bfloat16
+    saved = load_model(tmp_path / "run" / "public" / "model.safetensors")
+    x = torch.as_tensor(load("digits").x_test[:50])
+    assert saved.model.autocast is torch.bfloat16
+    half, whole = (model.logits(saved.theta.float(), x.float()) for model in (saved.model, nets.build("cnn", 64, 10)))
+    assert not torch.equal(half, whole)
+    assert (half - whole).norm() < 0.02 * whole.norm()
+
+
 def test_a_network_goes_on_where_it_was_stopped(tmp_path):
     job = run.prepare(Spec.of({**CNN, "seed": 3}))
     whole = list(run.rounds(job))
@@ -60,7 +78,7 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
         ({"model": "minilm-lora", "method": "dp-fedgd"}, "reads text"),
         ({"data": "sst2", "model": "cnn", "method": "dp-fedgd"}, "is text"),
         ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "rows of 5 numbers are laid out"),
-        ({"model": "cnn", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for transformers"),
+        ({"model": "softmax", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for networks"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
         ({"method": "dp-ftrl", "batch": "poisson:8"}, "or batch = full"),
     ],

@@ -16,6 +16,7 @@ test, which are deliberately wrong, and reports every mutant that passes. A cont
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from sordino.checks.suites import (
     check_streams,
     check_uncertainty,
     check_weights,
+    in_bfloat16,
     small_network,
 )
 from sordino.checks.sums import ROWS, OneAccumulator, sums
@@ -46,6 +48,7 @@ from sordino.methods import entry
 from sordino.models import registry
 from sordino.models.hazards import Hazards
 from sordino.models.linear import Loss
+from sordino.models.torch_model import TorchModel
 from sordino.models.trees import Trees
 
 MINIBATCHES = f"poisson:{MUTANT_RATE:g}"  # for which bounds about minibatches are checked
@@ -169,6 +172,8 @@ def check_model(
 ) -> list[Report]:
     """Run all contracts on DP-FedGD at record level with a registered model; of survival, on `auto` at every level.
 
+    A network is searched in bfloat16 too, if it serves it: if not, a run in bfloat16 is refused.
+
     Args:
       name: the model's name in the registry.
       trials: restarts of the search for one query.
@@ -185,15 +190,24 @@ def check_model(
     errors = []
     for features, classes in shapes or MODEL_SHAPES:
         try:
-            model = registry.build(name, features, classes, **MODEL_OPTIONS.get(name, {}))
+            model = _built(name, features, classes)
         except SordinoError as error:
             errors.append(str(error))
             continue
         methods = [entry("dp-fedgd").factory(unit=Unit.RECORD)]
         if isinstance(model, Hazards):  # `auto` asks it for a tally, which no other model has
             methods += [entry("auto").at(unit, intervals=model.outputs) for unit in units]
-        return [report for method in methods for report in reports_of(name, method, [model], trials, seed)]
+        reports = [report for method in methods for report in reports_of(name, method, [model], trials, seed)]
+        if isinstance(model, TorchModel):
+            with suppress(SordinoError):
+                half = _built(name, features, classes, autocast=torch.bfloat16)
+                reports += in_bfloat16(name, methods[0], half, trials, seed)
+        return reports
     raise SordinoError(f"model: '{name}' accepts no shape that can be checked: {errors[0]} --shape names another.")
+
+
+def _built(name: str, features: int, classes: int, **how: Any) -> Any:
+    return registry.build(name, features, classes, **how, **MODEL_OPTIONS.get(name, {}))
 
 
 def check_sums(*, rows: Sequence[int] = ROWS, device: str = "cpu") -> list[Report]:

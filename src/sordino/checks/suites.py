@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from sordino.checks.mutants import (
 from sordino.checks.report import Report, apart_engines, missed_mutant, rejecting, reports_of, searched
 from sordino.checks.search import TRIALS, sensitivity
 from sordino.checks.streams import MECHANISMS, missed_mutants, streams
-from sordino.core import Adjacency, Clipping, Unit
+from sordino.core import Adjacency, Clipping, Method, Unit
 from sordino.methods import entry
 from sordino.methods.adapters import with_adapters
 from sordino.methods.calibration import calibrated
@@ -144,8 +144,7 @@ def check_attention(
 ) -> list[Report]:
     """Run all contracts on DP-FedGD with `nn.MultiheadAttention`, in float64 and in bfloat16.
 
-    There is one more mutant: a gradient is clipped by the norm of the layer after the attention. In bfloat16 the
-    engines may differ by what float32 rounds, so that only the search and the contract `apart` decide there.
+    There is one more mutant: a gradient is clipped by the norm of the layer after the attention.
 
     Args:
       name: the name that reports show, before the type.
@@ -160,17 +159,8 @@ def check_attention(
     for unit in units:
         method = entry("dp-fedgd").at(unit)
         reports += rejecting(clips_by_the_last_layer, name, method, small_attention(), trials, seed)
-        half, named = in_bfloat16(small_attention(torch.bfloat16)), f"{name} bfloat16"
-        always, difference = apart(method, half, seed=seed), engines(method, half, seed=seed)
-        for adjacency in Adjacency:
-            wrong = sensitivity(*clips_by_the_last_layer(method, half), adjacency, trials=trials, seed=seed)
-            passing = (
-                [] if all(each.beyond for each in wrong) else [missed_mutant("sensitivity", clips_by_the_last_layer)]
-            )
-            for worst, missed in searched(method, [half], adjacency, trials, seed):
-                problems = [*always, *worst.problems, *missed, *passing]
-                numbers = (worst.claimed, worst.worst, difference)
-                reports.append(Report(named, unit, adjacency, worst.query, *numbers, not problems, problems))
+        half = small_attention(torch.bfloat16)
+        reports += in_bfloat16(name, method, half, trials, seed, mutant=clips_by_the_last_layer)
     return reports
 
 
@@ -290,13 +280,36 @@ def small_attention(autocast: torch.dtype | None = None) -> TorchModel:
         return TorchModel(_Attends(), shape=(2, 2), autocast=autocast)
 
 
-def in_bfloat16(model: TorchModel) -> Any:
-    """The model, whose sums are those of float32 parameters: float64 ones, as in a search, take no part in autocast."""
+def in_bfloat16(
+    name: str,
+    method: Method,
+    model: TorchModel,
+    trials: int,
+    seed: int,
+    *,
+    mutant: Callable[..., Any] | None = None,
+) -> Iterator[Report]:
+    """The search and the contract `apart` for a network that computes in bfloat16, and perhaps with one more mutant.
 
-    def total(name: str, inner: Callable[..., torch.Tensor], theta: torch.Tensor, *args: Any, **how: Any) -> Any:
+    Its sums are those of float32 parameters: float64 ones, as in a search, take no part in autocast. The engines may
+    differ by what float32 rounds, and do not decide here.
+    """
+
+    def total(_: str, inner: Callable[..., torch.Tensor], theta: torch.Tensor, *args: Any, **how: Any) -> Any:
         return inner(theta.float(), *args, **how)
 
-    return Through(model, ("clipped_sum",), total)
+    half = Through(model, ("clipped_sum",), total)
+    always, difference = apart(method, half, seed=seed), engines(method, half, seed=seed)
+    for adjacency in Adjacency:
+        passing = always
+        if mutant is not None:
+            breaking, its_model = mutant(method, half)
+            wrong = sensitivity(breaking, its_model, adjacency, trials=trials, seed=seed)
+            passing = always + [missed_mutant("sensitivity", mutant)] * (not all(each.beyond for each in wrong))
+        for worst, missed in searched(method, [half], adjacency, trials, seed):
+            problems = [*worst.problems, *missed, *passing]
+            numbers = (worst.claimed, worst.worst, difference)
+            yield Report(f"{name} bfloat16", method.unit, adjacency, worst.query, *numbers, not problems, problems)
 
 
 def small_network() -> TorchModel:

@@ -159,7 +159,7 @@ def check_precision(dtype: torch.dtype) -> None:
     if dtype.is_floating_point and torch.finfo(dtype).bits < 32:
         raise SordinoError(
             f"x: of type {dtype}, in which rounding makes clipped gradients longer than the clip; convert it to "
-            "torch.float32. A transformer computes in bfloat16 all the same with dtype = bfloat16."
+            "torch.float32. A network computes in bfloat16 all the same with dtype = bfloat16."
         )
 
 

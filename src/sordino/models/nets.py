@@ -23,6 +23,7 @@ def build(
     shape: tuple[int, ...] | None = None,
     seed: int = 0,
     pixels: Pixels | None = None,
+    autocast: torch.dtype | None = None,
 ) -> TorchModel:
     """A small network by name.
 
@@ -33,6 +34,7 @@ def build(
       shape: of an image, channels first. By default rows are images of a known size with channels last.
       seed: determines the first parameters.
       pixels: how rows become images, in place of `shape`: transposed, resized and normalised.
+      autocast: the type of the forward and backward passes.
 
     Returns:
       The model.
@@ -57,13 +59,14 @@ def build(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if name == "mlp":
-            return TorchModel(mlp(features, classes), shape=shape)
+            return TorchModel(mlp(features, classes), shape=shape, autocast=autocast)
         if name == "cnn" and min(shape[1:]) < LEAST_SIDE:
             raise SordinoError(f"shape: cnn reads images of at least {LEAST_SIDE} pixels per side, not {shape[1:]}.")
         net = cnn(shape, classes) if name == "cnn" else resnet18(shape[0], classes)
         if pixels is not None and pixels.changes:
             net, shape = nn.Sequential(pixels, net), pixels.shape
-        return TorchModel(net, shape=shape, check=name == "cnn")  # a small ResNet is checked by the tests
+        check = name == "cnn"  # a small ResNet is checked by the tests
+        return TorchModel(net, shape=shape, autocast=autocast, check=check)
 
 
 def mlp(features: int, classes: int, hidden: int = 64) -> nn.Module:

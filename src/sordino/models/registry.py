@@ -63,6 +63,11 @@ class ModelEntry:
         """Every parameter of the factory, `seed` and `autocast` included."""
         return frozenset(declared(self.factory))
 
+    def check_half(self, name: str) -> None:
+        """Refuse dtype = bfloat16 for a model that is no network."""
+        if not self.network:
+            raise SordinoError(f"dtype: bfloat16 is for networks, not for model '{name}'; use float32.")
+
 
 REGISTRY: dict[str, ModelEntry] = {}
 
@@ -122,7 +127,7 @@ def build(
       features: numbers per record.
       classes: number of classes; 0 where labels are quantities.
       seed: fixes the first parameters of a network.
-      autocast: the type of a transformer's forward and backward passes.
+      autocast: the type of a network's forward and backward passes.
       options: those of the model, as `entry(name).options` lists them.
 
     Returns:
@@ -139,15 +144,15 @@ def build(
         if key not in registered.options:
             raise SordinoError(f"{key}: model {name} has no such option.{nearest(key, registered.options)}")
         options[key] = typed(key, value, registered.options[key].annotation)
-    if autocast is not None and "autocast" not in registered.accepts:
-        raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{name}'; use float32.")
+    if autocast is not None:
+        registered.check_half(name)
     decided = {"seed": seed, "autocast": autocast}
     make = partial(registered.factory, features, classes, **options)
     make = partial(make, **{key: value for key, value in decided.items() if key in registered.accepts})
-    return make() if name in REGISTRY else _external(name, features, make, seed)
+    return make() if name in REGISTRY else _external(name, features, make, seed, autocast)
 
 
-def _external(name: str, features: int, make: Callable[[], Any], seed: int) -> BuiltModel:
+def _external(name: str, features: int, make: Callable[[], Any], seed: int, autocast: torch.dtype | None) -> BuiltModel:
     """A model from outside, which must be of a class whose clipped sums are proved, or a module, which becomes one.
 
     The first parameters follow from the public seed, whether or not the factory takes one.
@@ -165,11 +170,16 @@ def _external(name: str, features: int, make: Callable[[], Any], seed: int) -> B
         raise SordinoError(f"model: '{name}' cannot be built ({type(error).__name__}: {error}).") from error
     model, shape = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
     if isinstance(model, torch.nn.Module):
-        model = TorchModel(model, shape=shape if shape is None else tuple(shape))
+        model = TorchModel(model, shape=shape if shape is None else tuple(shape), autocast=autocast)
     if type(model) not in (Linear, TorchModel):
         raise SordinoError(
             f"model: '{name}' builds a {type(model).__name__}; return a torch.nn.Module, or a pair of it and the shape "
             "of a record, as in (module, (1, 28, 28))."
+        )
+    if autocast is not None and getattr(model, "autocast", None) is not autocast:
+        raise SordinoError(
+            f"dtype: model '{name}' builds a {type(model).__name__} that does not compute in bfloat16; return a "
+            "module, or take `autocast` as an argument, or use float32."
         )
     if model.features != features:
         raise SordinoError(
@@ -310,11 +320,11 @@ register(
 # ----------------------------------------------------------------------------------------------------------- networks
 
 
-def _mlp(features: int, classes: int, *, seed: int = 0) -> TorchModel:
+def _mlp(features: int, classes: int, *, seed: int = 0, autocast: torch.dtype | None = None) -> TorchModel:
     from sordino.models import nets
 
     _needs_classes("mlp", classes)
-    return nets.build("mlp", features, classes, seed=seed)
+    return nets.build("mlp", features, classes, seed=seed, autocast=autocast)
 
 
 def _image_net(
@@ -327,6 +337,7 @@ def _image_net(
     side: int | None = None,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
+    autocast: torch.dtype | None = None,
 ) -> TorchModel:
     from sordino.models import nets
     from sordino.models.pixels import Pixels
@@ -342,7 +353,8 @@ def _image_net(
         raise SordinoError(f"side: {side} must lie between 1 and {MOST_SIDE} pixels.")
     found = images.fitting(name, shape, features)
     how = images.normalisation(found.channels, mean, std, images.Normalisation((0.0,), (1.0,)))
-    return nets.build(name, features, classes, seed=seed, pixels=Pixels(found, found.channels, side, how))
+    pixels = Pixels(found, found.channels, side, how)
+    return nets.build(name, features, classes, seed=seed, pixels=pixels, autocast=autocast)
 
 
 register("mlp", ModelEntry(_mlp, "one hidden layer of 64 units"))

@@ -96,7 +96,7 @@ class ModelChoice(NamedTuple):
     name: str
     options: Mapping[str, Any]
     seed: int  # of the first parameters; public
-    bfloat16: bool  # in the forward and backward passes of a transformer
+    bfloat16: bool  # in the forward and backward passes of a network
 
     @property
     def portable(self) -> dict[str, Any]:

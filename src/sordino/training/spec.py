@@ -19,7 +19,7 @@ from sordino.models import registry
 from sordino.settings import read_toml, typed
 
 MOST_STATISTICS = 0.5  # share of the budget
-DTYPES = ("float32", "float64", "bfloat16")  # bfloat16: the forward and backward passes of a transformer
+DTYPES = ("float32", "float64", "bfloat16")  # bfloat16: the forward and backward passes of a network
 
 PERSON_IDS = ("global", "per-client")
 
@@ -97,8 +97,8 @@ class Spec:
             if key not in model.options:
                 raise _unknown(key, self.method, self.model)
         check_known("dtype", self.dtype, DTYPES)
-        if self.dtype == "bfloat16" and "autocast" not in model.accepts:
-            raise SordinoError(f"dtype: bfloat16 is for transformers, not for model '{self.model}'; use float32.")
+        if self.dtype == "bfloat16":
+            model.check_half(self.model)
         check_known("person_ids", self.person_ids, PERSON_IDS)
         for key in ("dropouts", "colluders"):
             if getattr(self, key) is not None and not self.integers:
