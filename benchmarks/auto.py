@@ -37,7 +37,6 @@ from rich.progress import Progress
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 
-import objective
 import sordino as so
 from provenance import provenance
 from sordino.data.preprocess import RADIUS, by_record
@@ -45,6 +44,7 @@ from sordino.data.sources import Dataset
 from sordino.methods.few_rounds import SHARE_OF_ONE_ROUND
 from sordino.privacy import calibration
 from sordino.rules import estimates
+from sordino.studies import objective, one_party
 from sordino.training.batch import run_many
 from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
@@ -114,7 +114,6 @@ SHORT_ROUNDS = (1, 3, 10)
 SHORT = ("CIFAR-10, ResNet-20", "CIFAR-10, ResNet-20, 1,000 records", "Fashion-MNIST, ResNet-44", "Adult", "digits")
 MEANS, STATISTICS = "noisy class means", "noised statistics"
 OBJECTIVE = "objective perturbation"
-CURVATURES = (0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3)  # shares of epsilon for the determinants; they set the ridge
 SHARES, RIDGES = (0.05, 0.2, 0.5), tuple(10.0**k for k in np.arange(-3, 2.5, 0.5))  # tried for `STATISTICS`
 
 
@@ -349,7 +348,7 @@ def objective_cells(dataset: Dataset, name: str, device: str, epsilons: Sequence
         return float(((test @ theta).argmax(1) == dataset.y_test).mean())
 
     for epsilon in epsilons:
-        best = max(CURVATURES, key=lambda share: accuracy(epsilon, share, TUNING_SEED))
+        best = max(one_party.SHARES, key=lambda share: accuracy(epsilon, share, TUNING_SEED))
         samples = [accuracy(epsilon, best, seed) for seed in FEW_SEEDS]
         cells.append(Cell(name, OBJECTIVE, TRUSTS[1], epsilon, (round(statistics.mean(samples), 5),)))
     return cells
@@ -581,8 +580,8 @@ def short_tables(figures: Mapping[tuple[str, str, str, float], Sequence[float]])
     )
     central = (
         "Objective perturbation (Kifer, Smith, Thakurta 2012; Iyengar et al. 2019) needs more than sums: one trusted "
-        "party holds all records. It stands here as the central recipe, is not certified (`benchmarks/objective.py` "
-        f"has the bound), and has the best of {len(CURVATURES)} ridges on the test records."
+        "party holds all records. It stands here as the central recipe, is not certified (`sordino.studies.objective` "
+        f"has the bound), and has the best of {len(one_party.SHARES)} ridges on the test records."
     )
     lines: list[str] = []
     for trust in TRUSTS:

@@ -77,6 +77,11 @@ def add(commands: Any) -> None:
         "--tune-round", type=int, metavar="N", help="choose settings by the metric after round N (default: the last)"
     )
     add_payment(parser, "add rows that are tuned within the budget, and how that is paid for", "8")
+    parser.add_argument(
+        "--one-party",
+        action="store_true",
+        help="add a row for one trusted party that holds all records: objective perturbation, not certified",
+    )
     parser.add_argument("--settings", metavar="FILE", help="settings.json of an earlier comparison, instead of tuning")
     parser.add_argument(
         "--only-tune", action="store_true", help="stop after tuning; the chosen settings are in settings.json"
@@ -124,6 +129,8 @@ def act(arguments: argparse.Namespace) -> int:
             public=arguments.public,
             metric=metric,
         )
+    if arguments.one_party:
+        compare.one_party_lineup(base, epsilons, seeds)  # refuses what has no such row
     tuned = ["settings.json"] if arguments.tune or arguments.only_tune else []
     check_out(out, *tuned, *([] if arguments.only_tune else ["compare.json"]))
     out.mkdir(parents=True, exist_ok=True)
@@ -144,9 +151,10 @@ def act(arguments: argparse.Namespace) -> int:
             if not added:
                 raise SordinoError(f"--of: '{of}' is not among the methods; name a label such as {who[0].label}.")
             runs = [*runs, *added]
+    alone = compare.one_party_lineup(base, epsilons, seeds, tuning) if arguments.one_party else []
     labels = [each.label for each in who]
     labels[:-1] += dict.fromkeys(search.label for search in paid)
-    with bar("runs", len(runs) + len(paid)) as tick:
+    with bar("runs", len(runs) + len(paid) + len(alone)) as tick:
         document = compare.document(
             runs,
             base=base,
@@ -154,6 +162,7 @@ def act(arguments: argparse.Namespace) -> int:
             command="sordino " + " ".join(map(shlex.quote, sys.argv[1:])),
             pairs=_pairs(arguments.pairs, labels),
             paid=paid,
+            alone=alone,
             metric=metric,
             device=arguments.device,
             tick=tick,
@@ -208,6 +217,7 @@ def _tuned(
             grid=arguments.preset,
             metric=metric,
             tune_round=arguments.tune_round,
+            alone=arguments.one_party,
             device=arguments.device,
             tick=tick,
         )

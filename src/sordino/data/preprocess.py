@@ -46,7 +46,7 @@ def scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
         if limit <= 0:
             raise SordinoError(f"normalize: '{normalize}' needs a radius above 0; write clip:1.0.")
         limit *= 1 - SAFETY
-        return lambda x: x * np.minimum(1, limit / np.maximum(norms(x), np.finfo(float).tiny)).astype(np.float32)
+        return lambda x: x * (limit / np.maximum(norms(x), limit)).astype(np.float32)
     if colon or law not in ("none", "l2", "record"):
         known = ("none", "l2", "clip:R", "record", "table:COLUMNS")
         raise SordinoError(f"normalize: '{normalize}' is unknown.{nearest(normalize, known)}")

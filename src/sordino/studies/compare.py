@@ -4,8 +4,9 @@ Each method is tuned once per budget, by a metric of its last round on validatio
 quantities, explained deviance for counts and concordance for survival, or the one that is asked for. The same setting
 serves the results of all rounds; another round to tune for can be named (`tune_round`). A grid whose best value lies on
 its edge is extended. Nobody pays for that. A method may have a second row, tuned within the budget: one private search
-per seed, whose (epsilon, delta) covers all its runs and the choice (`private_tuning`). A seed changes partition and
-noise. `report` turns the document into a page, Markdown and figures.
+per seed, whose (epsilon, delta) covers all its runs and the choice (`private_tuning`). One more row may be that of a
+trusted party that holds all records (`one_party`). A seed changes partition and noise. `report` turns the document into
+a page, Markdown and figures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from sordino.models import registry
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.settings import parse_setting
-from sordino.studies import curves, private_tuning
+from sordino.studies import curves, one_party, private_tuning
 from sordino.studies.grids import UNTUNED, Grid, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
@@ -151,11 +152,13 @@ def settle(
     validation: float = 0.1,
     metric: str | None = None,
     tune_round: int | None = None,
+    alone: bool = False,
     **search: Any,
 ) -> dict[str, Any]:
     """Tune every contestant for every budget. The result is the `tuning` part of a document.
 
-    tune_round: the round whose metric decides (default: the last). search: see `tune`.
+    tune_round: the round whose metric decides (default: the last). alone: also tune the row of `one_party`. search: see
+    `tune`.
     """
     cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
@@ -179,6 +182,10 @@ def settle(
         }
         for (each, epsilon, _), best in zip(tunable, tuned, strict=True)
     ]
+    for row in one_party_lineup(base, epsilons, [0]) if alone else ():
+        share, score = one_party.best_share(row.values, validated(row.data(), validation), metric)
+        found: dict[str, Any] = {"options": {"share": share}, "score": score, "tried": len(one_party.SHARES)}
+        settings.append({"method": one_party.LABEL, "epsilon": row.values["epsilon"], **found})
     held = "records" if dataset is None or dataset.person is None else "persons"
     by = "" if tune_round is None else f", by the metric after round {tune_round}"
     return {
@@ -211,7 +218,7 @@ def extended(settings: Sequence[dict[str, Any]]) -> str:
     return words + (f"; still on the edge after {EXTENSIONS} extensions: {', '.join(still)}" if still else "")
 
 
-UNTOUCHED = {"how": "none", "paid": "nothing was tuned", "validation": "none", "settings": []}
+UNTOUCHED: dict[str, Any] = {"how": "none", "paid": "nothing was tuned", "validation": "none", "settings": []}
 
 
 class PaidSearch(NamedTuple):
@@ -295,6 +302,37 @@ def paid_lineup(
     return searches
 
 
+class OneParty(NamedTuple):
+    """A row for a party that holds all records, with one seed."""
+
+    values: dict[str, Any]
+    share: float
+
+    def data(self) -> Dataset:
+        return one_party.check(self.values).read_data()
+
+
+def one_party_lineup(
+    base: dict[str, Any], epsilons: Sequence[float], seeds: Sequence[int], tuning: dict[str, Any] | None = None
+) -> list[OneParty]:
+    """One fit per finite budget and seed, checked before anything is trained."""
+    known = Contestant(one_party.LABEL, one_party.METHOD, {})
+    settings = (tuning or UNTOUCHED)["settings"]
+    chosen = {each["epsilon"]: each["options"]["share"] for each in settings if each["method"] == one_party.LABEL}
+    rows = [
+        OneParty(
+            {**known.values(base, epsilon), "seed": seed, "split_seed": seed},
+            chosen.get(epsilon, one_party.SHARE),
+        )
+        for epsilon in filter(math.isfinite, epsilons)
+        for seed in seeds
+    ]
+    if not rows:
+        raise SordinoError("--one-party: without noise there is nothing to compare with; name a finite epsilon.")
+    one_party.check(rows[0].values)
+    return rows
+
+
 # ----------------------------------------------------------------------------------------------------------- running
 
 
@@ -362,6 +400,7 @@ def document(
     printed: Sequence[int] = (),
     pairs: Sequence[tuple[str, str]] = (),
     paid: Sequence[PaidSearch] = (),
+    alone: Sequence[OneParty] = (),
     metric: str | None = None,
     device: str = "cpu",
     tick: Tick = lambda runs: None,
@@ -369,6 +408,7 @@ def document(
     """Train all runs, and collect what a report needs.
 
     paid: searches within the budget. Each becomes one more run of the document.
+    alone: fits by one party that holds all records. Each becomes one more run, after the others.
     pairs: labels for McNemar's test, on the first seed; for classes only.
     metric: what to rank by; by default that of the task.
     """
@@ -389,8 +429,11 @@ def document(
     for search, filed in zip(paid, _all_paid(paid, metric, device, tick), strict=True):
         above = [run["group"] == "comparison" and run["label"] in (search.label, search.beside) for run in runs]
         runs.insert(len(above) - above[::-1].index(True), filed)
+    for row in alone:
+        runs.append(_fitted(row, metric, command))
+        tick(1)
     assert read is not None
-    lengths, first = {len(each.scores) for each in trained}, read[1]
+    lengths, first = {len(each.scores) for each in trained} | ({1} if alone else set()), read[1]
     shared = {key: value for key, value in base.items() if key not in OPTION_KEYS}
     promise = {key: value for key, value in trained[0].resolved.spec.values().items() if key in PROMISE}
     return {
@@ -528,6 +571,24 @@ def _paid(search: PaidSearch, base: ResolvedSpec, data: Dataset, metric: str, de
             chosen, tested=len(data.y_test) if trained.plan.privacy.unit.sizes_public else None
         ),
         "tuned_within_budget": {"of": search.beside, **chosen.account},
+    }
+
+
+def _fitted(row: OneParty, metric: str, command: str) -> dict[str, Any]:
+    """Fit and file a row of one party, which nobody certifies."""
+    data = row.data()
+    dataset = data._replace(x_train=one_party.within(data.x_train), x_test=one_party.within(data.x_test))
+    trained = one_party.train(row.values, row.share, data, metric)
+    spec, owners = trained.resolved.spec, trained.resolved.owners(data)
+    filed = _filed(Entrant(one_party.LABEL, "comparison", row.values), spec, trained, dataset, owners, metric)
+    return filed | {
+        "method": one_party.LABEL,
+        "options": {"share": row.share},
+        "client_epsilon": [spec.epsilon] * trained.plan.clients,
+        "bytes_up": None,
+        "bytes_down": None,
+        "command": command,
+        "certificate": {"certified": False, "reasons": [one_party.WHY], "epsilon": spec.epsilon, "delta": spec.delta},
     }
 
 

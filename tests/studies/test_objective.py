@@ -1,4 +1,4 @@
-"""Objective perturbation, the central recipe of the benchmark: its bound against exact densities, and its minimum."""
+"""Objective perturbation: its bound against exact densities, and its minimum."""
 
 import math
 
@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_bench import loaded
+from sordino.errors import SordinoError
+from sordino.privacy.accounting import gaussian
+from sordino.studies import objective
 
 RADIUS = 1.5
-
-
-@pytest.fixture(scope="module")
-def objective():
-    return loaded("objective")
 
 
 def density(w, records, ridge, sigma):
@@ -39,7 +36,7 @@ PAIRS = [((RADIUS, 1), (RADIUS, 0)), ((RADIUS, 1), (-RADIUS, 1)), ((RADIUS, 1), 
 
 @pytest.mark.parametrize("epsilon", [0.5, 2.0])
 @pytest.mark.parametrize("share", [0.05, 0.6])
-def test_the_bound_covers_the_exact_divergence(objective, epsilon, share):
+def test_the_bound_covers_the_exact_divergence(epsilon, share):
     rest, delta = [(0.7, 1), (-1.0, 0), (0.2, 0)], 1e-3
     ridge = objective.ridge_of(RADIUS, 2, share * epsilon)
     assert objective.curvature(RADIUS, 2, ridge) == pytest.approx(share * epsilon)
@@ -57,15 +54,14 @@ def test_the_bound_covers_the_exact_divergence(objective, epsilon, share):
         assert worst[0.3] > delta, "the mutant: less than a third of the noise"
 
 
-def test_without_curvature_and_with_one_direction_it_is_a_gaussian_of_both_signs(objective):
+def test_without_curvature_and_with_one_direction_it_is_a_gaussian_of_both_signs():
     """chi with one degree is |Z|, so delta lies between that of the Gaussian mechanism and twice as much."""
-    gaussian = pytest.importorskip("sordino.privacy.accounting.gaussian")
     for a, epsilon in ((0.2, 0.5), (0.5, 1.0), (1.0, 4.0)):
         exact = gaussian.delta(a, epsilon)
         assert exact <= objective.delta_of(epsilon, a, 1) <= 2 * exact * (1 + 1e-6)
 
 
-def test_the_rank_bound_limits_the_determinants(objective):
+def test_the_rank_bound_limits_the_determinants():
     """Random softmax Hessians of one record beside a ridge."""
     rng, classes, ridge = np.random.default_rng(0), 5, 0.3
     most = objective.curvature(RADIUS, classes, ridge)
@@ -81,7 +77,7 @@ def test_the_rank_bound_limits_the_determinants(objective):
     assert found[0] == pytest.approx(most), "equal probabilities reach it"
 
 
-def test_the_minimum_is_one(objective):
+def test_the_minimum_is_one():
     torch.manual_seed(1)
     x, labels = torch.randn(200, 4).double(), torch.eye(3).double()[torch.randint(3, (200,))]
     x /= x.norm(dim=1, keepdim=True)
@@ -89,7 +85,7 @@ def test_the_minimum_is_one(objective):
     theta = objective.minimum(x, labels, 2.0, B)
     gradient = x.T @ (torch.softmax(x @ theta, 1) - labels) + 2.0 * theta + B
     assert gradient.norm() <= objective.TOLERANCE
-    with pytest.raises(ValueError, match="longer than the radius"):
+    with pytest.raises(SordinoError, match="longer than the radius"):
         objective.fitted(2 * x, labels, 1.0, 1e-5, 1.0, 100.0, 0)
-    with pytest.raises(ValueError, match="leaves nothing"):
+    with pytest.raises(SordinoError, match="leaves nothing"):
         objective.sigma_of(1.0, 1e-5, 1.0, 3, 0.01)

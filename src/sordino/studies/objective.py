@@ -1,12 +1,12 @@
-"""Objective perturbation (Kifer, Smith, Thakurta 2012) for softmax regression, as a central recipe to compare with.
+"""Objective perturbation (Kifer, Smith, Thakurta 2012) for softmax regression by one party that holds all records.
 
-One party holds all records. It draws B with independent N(0, sigma²) entries and minimises
+It draws B with independent N(0, sigma²) entries and minimises
 
     F(theta) = sum_i loss(theta; x_i, y_i) + (ridge / 2) |theta|² + <B, theta>,   |x_i| <= radius, K classes.
 
-**Guarantee** (replace-one, in real arithmetic). The loss is convex and smooth, so theta <-> B is one to one, with
-B = -(gradient of the rest), and the density of theta is that of B times det(H + ridge I), H the Hessian of the losses.
-Let D' have z' in place of z.
+**Guarantee** (replace-one, and so add-remove, in real arithmetic). The loss is convex and smooth, so theta <-> B is one
+to one, with B = -(gradient of the rest), and the density of theta is that of B times det(H + ridge I), H the Hessian of
+the losses. Let D' have z' in place of z.
 
 - Curvature: the Hessian of one record is (diag p - p pᵀ) ⊗ x xᵀ. Its rank is at most K - 1 and its trace at most
   t = (1 - 1/K) radius². So the logarithm of the ratio of determinants is at most (K - 1) log(1 + t / ((K - 1) ridge)).
@@ -21,8 +21,8 @@ E (1 - exp(epsilon - loss))_+ of that bound. Without the rank bound both terms w
 TOLERANCE / ridge of the minimum. Gaussian noise on the result hides that error: its sensitivity, given the minimum, is
 2 TOLERANCE / ridge, and it has the share `OUTPUT` of epsilon and delta.
 
-This is not a method of the library and nothing here is certified: sums in floating point and the noise of numpy are not
-proved, and a trusted party must hold the records.
+Nothing here is certified: sums in floating point and the noise of numpy are not proved, and one party must be trusted
+with the records.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ import scipy.stats
 import torch
 from torch import Tensor
 
+from sordino.errors import SordinoError
 from sordino.privacy.accounting import gaussian
 
 OUTPUT = 0.01  # share of epsilon and of delta that hides the error of the minimum
 TOLERANCE = 1e-6  # of the gradient of F
-NEWTON_STEPS = 30
+NEWTON_STEPS = 50
 
 
 def curvature(radius: float, classes: int, ridge: float) -> float:
@@ -74,7 +75,7 @@ def sigma_of(epsilon: float, delta: float, radius: float, classes: int, ridge: f
     """The least noise on the objective with which the minimum has this budget."""
     left = epsilon - curvature(radius, classes, ridge)
     if left <= 0:
-        raise ValueError(f"ridge: {ridge} leaves nothing of epsilon = {epsilon}")
+        raise SordinoError(f"ridge: {ridge} leaves nothing of epsilon = {epsilon}; use a larger one.")
     degrees = 2 * (classes - 1)
 
     def excess(log_a: float) -> float:
@@ -111,18 +112,34 @@ def minimum(x: Tensor, labels: Tensor, ridge: float, B: Tensor) -> Tensor:
         while gradient.norm() > 1e-2 and value(theta + scale * step) > before and scale > 1e-6:
             scale /= 2
         theta = theta + scale * step
-    raise RuntimeError("the minimum was not found")
+    raise SordinoError("objective perturbation: the minimum was not found; use a larger ridge.")
 
 
 def fitted(
     x: Tensor, labels: Tensor, epsilon: float, delta: float, radius: float, ridge: float, seed: int
 ) -> np.ndarray:
-    """The model of one draw. labels: one indicator column per class, in float64 like x and on its device."""
+    """The model of one draw.
+
+    Args:
+      x: the records in float64, each within `radius`.
+      labels: one indicator column per class, in float64 and on the same device.
+      epsilon: of the model, at `delta`.
+      delta: of the model.
+      radius: bound on the norm of a record.
+      ridge: of the objective; `ridge_of` gives the least one for a share of epsilon.
+      seed: of the noise.
+
+    Returns:
+      The weights, features by classes.
+
+    Raises:
+      SordinoError: a record is longer than the radius, the ridge is too small, or the minimum was not found.
+    """
     classes, rng = labels.shape[1], np.random.default_rng(seed)
     if x.norm(dim=1).max() > radius * (1 + 1e-6):
-        raise ValueError("a record is longer than the radius")
+        raise SordinoError(f"x: a record is longer than the radius, {radius}; scale records to at most this norm.")
     sigma = sigma_of((1 - OUTPUT) * epsilon, (1 - OUTPUT) * delta, radius, classes, ridge)
     B = sigma * rng.normal(size=(x.shape[1], classes))
     theta = minimum(x, labels, ridge, torch.as_tensor(B, device=x.device)).numpy(force=True)
     hidden = 2 * TOLERANCE / ridge / gaussian.mu(OUTPUT * epsilon, OUTPUT * delta)
-    return theta + hidden * rng.normal(size=theta.shape)
+    return np.asarray(theta + hidden * rng.normal(size=theta.shape))
