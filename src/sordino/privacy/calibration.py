@@ -328,7 +328,7 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
         if len(group) > 1:
             groups[:0] = [[account] for account in group]
         else:
-            start = round(most / limit(together), 6) if coarse else 0.0
+            start = float(f"{most:.6g}") if coarse else 0.0
             releases, mu, epsilon = together
             factor = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance, start=start)
             most = max(most, factor)
