@@ -615,14 +615,51 @@ def _last_grid(tolerance: float) -> float:
 def _grid_epsilon(
     parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float, grid: float
 ) -> float:
-    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`."""
+    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`. Where a simple bound shows
+    that another direction is not the worst one, that direction needs no grid."""
     first, *others = _ways(adjacency)
     worst = _one_grid(parts, mu, first, delta, near, grid)
     for way in others:
+        if worst < near and _simple_epsilon(parts, mu, way, delta) <= worst:
+            continue
         coarse = _one_grid(parts, mu, way, delta, near, COARSE)
         enough = coarse <= max(near, worst)
         worst = max(worst, coarse if enough else _one_grid(parts, mu, way, delta, near, min(grid, MIDDLE)))
     return min(worst, _rare(parts, mu, delta))
+
+
+def _simple_epsilon(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
+    """An epsilon of epochs in the direction `add`, by one exponential moment: a bound, and far from tight.
+
+    A grid around a larger epsilon than what is reached has many cells, because the saddle point there is far out. With
+    K(theta) = log E exp(theta L), by the largest value of (1 - u) u^theta at u = theta / (1 + theta),
+
+        delta(epsilon) <= exp(K(theta) - theta epsilon) theta^theta / (1 + theta)^(1 + theta) + P(L = infinity).
+
+    The loss of a Poisson sample is at most -log(1 - q) in this direction.
+    """
+    if way != "add" or not any(part.span for part in parts):
+        return math.inf
+    laws = _laws(parts, way, delta, COARSE)
+    left = delta - sum(part.times * law.infinite for part, law in zip(parts, laws, strict=True) if law)
+    if left <= 0:
+        return math.inf
+    bounded = sum(-part.times * math.log1p(-part.rate) for part, law in zip(parts, laws, strict=True) if not law)
+    epochs = [(part.times, law) for part, law in zip(parts, laws, strict=True) if law]
+
+    def reached(theta: Array, shapes: Sequence[tuple[int, Array, Array]]) -> Array:
+        k = theta * bounded + theta * (theta + 1) / 2 * mu * mu
+        for times, losses, log_masses in shapes:
+            exponents = theta[:, None] * losses + log_masses
+            top = exponents.max(1)
+            k += times * (top + np.log(np.exp(exponents - top[:, None]).sum(1)))
+        return np.asarray((k - math.log(left) + theta * np.log(theta) - (1 + theta) * np.log1p(theta)) / theta)
+
+    thetas = np.geomspace(0.3, 100.0, 24)
+    best = thetas[reached(thetas, [(times, *_epoch_moments(law)) for times, law in epochs]).argmin()][None]
+    with np.errstate(divide="ignore"):
+        (result,) = reached(best, [(times, law.losses, np.log(law.masses)) for times, law in epochs])
+    return max(float(result), 0.0) * (1 + 1e-9)
 
 
 @lru_cache(maxsize=256)
