@@ -73,7 +73,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian, mome
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 11  # of the algorithm: cached results of other versions are not read
+VERSION = 12  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -93,7 +93,12 @@ MANY = 32  # sampled releases of all accounts, of which more are searched on coa
 CLOSE = 1e-3  # tolerance of a search
 SHARED = 0.002  # the same for many accounts, on less fine grids
 WIDE = 0.005  # the same for many accounts with epochs, on coarse grids
+EPOCH_TOLERANCE = (
+    0.0075  # the same for those that share what they find: an epsilon of epochs is not smooth on such grids
+)
+SIMPLE_MU = 0.8  # of an epoch: below it both directions are too much alike for a simple bound to tell them apart
 USUAL_RATIO = 0.93  # of their factor to that of `moments`
+SURE = 1e-3  # by which an epsilon on coarse grids must be smaller, because fine ones may be a little less tight
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -190,7 +195,7 @@ def suffices(
     grids = (10 * COARSE, COARSE) if expected < 0.85 else (COARSE,)
     for grid in grids if parts and not _too_far(parts, adjacency) else ():
         reached = (_one_grid(parts, mu, way, left, epsilon, grid) for way in _ways(adjacency))
-        if all(each < epsilon * (1 - 1e-3) for each in reached):
+        if all(each < epsilon * (1 - SURE) for each in reached):
             return True
     return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
 
@@ -316,8 +321,8 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
             parts, mu = _fold(releases, adjacency, gaussian_mu)
             expected, steady = _expected(parts, mu, epsilon, delta, adjacency)[0], any(part.span for part in parts)
         ratio = (known[-1][1] if known else USUAL_RATIO) if steady else _continued(known, expected)
-        start = float(f"{expected * ratio:.6g}")
-        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=close, start=start))
+        start, own = float(f"{expected * ratio:.6g}"), EPOCH_TOLERANCE if steady else close
+        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=own, start=start))
         if expected and factors[-1]:
             known.append((expected, factors[-1] / expected))
     return factors
@@ -575,6 +580,8 @@ def _search(
     With a wider tolerance there are no fine grids.
     """
     last = _last_grid(tol)
+    if last == COARSE:
+        target *= 1 - SURE
     level = delta * (1 - _overflow(parts)) if last > EXCESS else delta
 
     def excess(grid: float, s: float, near: bool) -> float:
@@ -638,7 +645,7 @@ def _simple_epsilon(parts: Sequence[SampledGaussian], mu: float, way: str, delta
 
     The loss of a Poisson sample is at most -log(1 - q) in this direction.
     """
-    if way != "add" or not any(part.span for part in parts):
+    if way != "add" or not any(part.span and part.mu > SIMPLE_MU for part in parts):
         return math.inf
     laws = _laws(parts, way, delta, COARSE)
     left = delta - sum(part.times * law.infinite for part, law in zip(parts, laws, strict=True) if law)
