@@ -622,8 +622,8 @@ def _last_grid(tolerance: float) -> float:
 def _grid_epsilon(
     parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float, grid: float
 ) -> float:
-    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`. Where a simple bound shows
-    that another direction is not the worst one, that direction needs no grid."""
+    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`. A direction needs none
+    where a simple bound shows that it is not the worst one."""
     first, *others = _ways(adjacency)
     worst = _one_grid(parts, mu, first, delta, near, grid)
     for way in others:
