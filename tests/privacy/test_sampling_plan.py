@@ -711,8 +711,8 @@ STRICT = {1: 0.5, 4: 0.5, 6: 1.0}
 @pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16", "poisson:0.05"])
 @pytest.mark.parametrize("adjacency", Adjacency)
 def test_a_strict_client_counts_as_much_as_its_own_account_allows(batch, adjacency, monkeypatch):
-    """It spends nearly what it allows, or counts in full, and the others need no more noise than without it. Mutant: the
-    ratio of the mu that both epsilons allow, which leaves it far below."""
+    """It spends nearly what it allows, or counts in full, and the others need no more noise than without it. Mutant:
+    the ratio of the mu that both epsilons allow, which leaves it far below."""
     asked = dict(batch=batch, sizes=(100, 140, 260, 300, 500, 700, 1100, 1400), rounds=100, epsilon=4.0, **SA)
     asked |= {"adjacency": adjacency}
     free, found = plan(**asked), plan(**asked, requested_epsilons=STRICT)
@@ -721,7 +721,7 @@ def test_a_strict_client_counts_as_much_as_its_own_account_allows(batch, adjacen
     for client, allowed in STRICT.items():
         spent = spending.client_epsilon(found, client)
         assert spent <= allowed
-        assert spent > 0.94 * allowed or counted[client] == 1, "a client that counts in full may spend less"
+        assert spent > 0.94 * allowed or counted[client] > 1 - 1e-9, "a client that counts in full may spend less"
     assert spending.epsilon(found) <= 4.0
     others = [client for client in range(8) if client not in STRICT]
     np.testing.assert_allclose(counted[others], 1.0, rtol=1e-12)
