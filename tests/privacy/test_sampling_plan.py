@@ -736,6 +736,23 @@ def test_a_strict_client_counts_as_much_as_its_own_account_allows(batch, adjacen
         assert calibration.aggregate_std(found, 0) < 0.98 * calibration.aggregate_std(old, 0)
 
 
+@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16"])
+def test_many_strict_clients_share_a_few_accounts_and_raise_no_noise(batch, monkeypatch):
+    sizes = tuple(int(60 * 1.05**i) for i in range(60))
+    asked = dict(batch=batch, sizes=sizes, rounds=200, epsilon=4.0, who="fixed:20", **SA)
+    searched, whole = [], subsampled.scale
+    monkeypatch.setattr(subsampled, "scale", lambda *a, **k: searched.append(a) or whole(*a, **k))
+    found = plan(**asked, requested_epsilons=dict.fromkeys(range(0, 60, 2), 0.5))
+    assert found.weights.min() > 0
+    assert len(searched) <= 1 + (strict.FEW_RATES if "allocation" in batch else strict.MOST_RATES)
+    noise = calibration.aggregate_std(found, 0)
+    spent = [spending.client_epsilon(found, client) for client in range(0, 60, 10)]
+    assert 0.2 < min(spent) < max(spent) <= 0.5
+    monkeypatch.setattr(plans, "_strict_by_accounts", lambda plan: False)
+    old = plan(**asked, requested_epsilons=dict.fromkeys(range(0, 60, 2), 0.5))
+    assert noise < calibration.aggregate_std(old, 0)
+
+
 def test_a_strict_client_that_would_set_the_noise_does_not():
     """The heaviest client is the strict one: the noise is what the others need."""
     asked = dict(batch="poisson:16", rounds=50, epsilon=4.0, **SA)
