@@ -23,10 +23,11 @@ from sordino.evidence.ledger import Charge, Ledger
 from sordino.evidence.verify import _check_bounds, verify
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy import calibration, releases, spending
+from sordino.privacy import calibration, releases, spending, strict
 from sordino.privacy import plan as plans
 from sordino.privacy.accounting import events, gaussian, many, slots, subsampled
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
+from sordino.privacy.mechanisms.quantization import Integers
 from sordino.privacy.mechanisms.random import Secure
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
@@ -702,6 +703,72 @@ def test_figures_at_other_deltas_hold_for_every_client():
         for delta, value in cert["epsilon_at"].items():
             assert spending.epsilon_of(found, group, float(delta)) <= value * (1 + 1e-3)
         assert events.guess(group.releases, found.privacy.adjacency) <= cert["guess"] + 1e-6
+
+
+STRICT = {1: 0.5, 4: 0.5, 6: 1.0}
+
+
+@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16", "poisson:0.05"])
+@pytest.mark.parametrize("adjacency", Adjacency)
+def test_a_strict_client_counts_as_much_as_its_own_account_allows(batch, adjacency, monkeypatch):
+    """It spends nearly what it allows, or counts in full, and the others need no more noise than without it. Mutant:
+    the ratio of the mu that both epsilons allow, which leaves it far below."""
+    asked = dict(batch=batch, sizes=(100, 140, 260, 300, 500, 700, 1100, 1400), rounds=100, epsilon=4.0, **SA)
+    asked |= {"adjacency": adjacency}
+    free, found = plan(**asked), plan(**asked, requested_epsilons=STRICT)
+    counted = found.weights / free.weights
+    counted /= counted.max()
+    for client, allowed in STRICT.items():
+        spent = spending.client_epsilon(found, client)
+        assert spent <= allowed
+        assert spent > 0.94 * allowed or counted[client] > 1 - 1e-9, "a client that counts in full may spend less"
+    assert spending.epsilon(found) <= 4.0
+    others = [client for client in range(8) if client not in STRICT]
+    np.testing.assert_allclose(counted[others], 1.0, rtol=1e-12)
+    steps = -np.log2(counted[list(STRICT)]) * strict.STEPS
+    np.testing.assert_allclose(steps, np.rint(steps), atol=1e-6)  # on the grid
+    cheaper = free.weights.max() / found.weights.max()
+    assert calibration.aggregate_std(found, 0) < 1.006 * calibration.aggregate_std(free, 0) / cheaper
+    monkeypatch.setattr(plans, "_strict_by_accounts", lambda plan: False)
+    old = plan(**asked, requested_epsilons=STRICT)
+    if batch != "poisson:0.05":
+        assert max(spending.client_epsilon(old, client) / allowed for client, allowed in STRICT.items()) < 0.7
+        assert calibration.aggregate_std(found, 0) < 0.98 * calibration.aggregate_std(old, 0)
+
+
+@pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16"])
+def test_many_strict_clients_share_a_few_accounts_and_raise_no_noise(batch, monkeypatch):
+    sizes = tuple(int(60 * 1.05**i) for i in range(60))
+    asked = dict(batch=batch, sizes=sizes, rounds=200, epsilon=4.0, who="fixed:20", **SA)
+    searched, whole = [], subsampled.scale
+    monkeypatch.setattr(subsampled, "scale", lambda *a, **k: searched.append(a) or whole(*a, **k))
+    found = plan(**asked, requested_epsilons=dict.fromkeys(range(0, 60, 2), 0.5))
+    assert found.weights.min() > 0
+    assert len(searched) <= 1 + (strict.FEW_RATES if "allocation" in batch else strict.MOST_RATES)
+    noise = calibration.aggregate_std(found, 0)
+    spent = [spending.client_epsilon(found, client) for client in range(0, 60, 10)]
+    assert 0.2 < min(spent) < max(spent) <= 0.5
+    monkeypatch.setattr(plans, "_strict_by_accounts", lambda plan: False)
+    old = plan(**asked, requested_epsilons=dict.fromkeys(range(0, 60, 2), 0.5))
+    assert noise < calibration.aggregate_std(old, 0)
+
+
+def test_a_strict_client_that_would_set_the_noise_does_not():
+    """The heaviest client is the strict one: the noise is what the others need."""
+    asked = dict(batch="poisson:16", rounds=50, epsilon=4.0, **SA)
+    alone = plan(**asked, sizes=(200, 220, 260, 3000), requested_epsilons={3: 0.5})
+    assert 0.47 < spending.client_epsilon(alone, 3) <= 0.5
+    assert 3.9 < spending.client_epsilon(alone, 2) <= 4.0
+
+
+def test_weights_of_strict_clients_are_those_of_the_plan_where_integers_are_sent():
+    found = plan(batch="poisson:16", sizes=(100, 140, 260, 300), rounds=50, requested_epsilons={1: 0.5}, **SA)
+    whole = replace(found, integers=Integers(10))
+    (noise,) = calibration.query_noises(whole)
+    divisors = np.array(whole.sizes) * whole.rates
+    np.testing.assert_array_equal(noise.weight, whole.weights / divisors)
+    np.testing.assert_array_equal(whole.weights, found.weights)
+    assert 0.4 < spending.client_epsilon(whole, 1) <= 0.5
 
 
 @pytest.mark.parametrize("batch", ["poisson:16", "fixed:16", "allocation:16"])

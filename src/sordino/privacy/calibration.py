@@ -29,7 +29,7 @@ from sordino.privacy.mechanisms import discrete_gaussian, quantization
 from sordino.privacy.mechanisms.laws import DiscreteGaussianNoise, carries
 from sordino.privacy.mechanisms.mechanism import Mechanism
 from sordino.privacy.participation import FULL
-from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling
+from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling, with_weights_of
 from sordino.privacy.releases import (
     MOST_RATES,
     QueryNoise,
@@ -172,7 +172,8 @@ def _sampled_integers(plan: Plan, releases: int) -> tuple[QueryNoise, ...]:
     left = concentrated.remaining(plan.privacy.delta, releases)
     if left <= 0:
         raise SordinoError(f"delta: {plan.privacy.delta} is too small for {releases} releases.")
-    gaussian = query_noises(replace(plan, integers=None, privacy=replace(plan.privacy, delta=left)))
+    real = replace(plan, integers=None, privacy=replace(plan.privacy, delta=left))
+    gaussian = query_noises(with_weights_of(real, plan))
     factor = concentrated.SMOOTHING * (1 + 1e-12) if plan.noise is None else 1.0
     larger = [noise._replace(std=noise.std * factor) for noise in gaussian]
     return tuple(_in_steps(plan, n, 1 / n.weight) for n in larger)
@@ -328,7 +329,7 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
         if len(group) > 1:
             groups[:0] = [[account] for account in group]
         else:
-            start = round(most / limit(together), 6) if coarse else 0.0
+            start = float(f"{most:.6g}") if coarse else 0.0
             releases, mu, epsilon = together
             factor = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance, start=start)
             most = max(most, factor)

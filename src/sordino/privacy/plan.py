@@ -35,7 +35,9 @@ from sordino.core import (
     nothing,
 )
 from sordino.errors import SordinoError, check_known
+from sordino.privacy import strict
 from sordino.privacy.accounting import gaussian, slots
+from sordino.privacy.accounting.samplers import Sampler
 from sordino.privacy.mechanisms import quantization
 from sordino.privacy.mechanisms.laws import carries, mechanism_of
 from sordino.privacy.mechanisms.mechanism import Mechanism
@@ -181,17 +183,35 @@ class Plan:
 
         Clients count by their sizes, or equally (always so at client level, where sizes are not public). A client that
         requests a stricter epsilon counts less, by the ratio of the mu that it allows, so that its message needs no
-        more noise than those of the others, and nobody pays for the strictest client.
+        more noise than those of the others, and nobody pays for the strictest client. Where minibatches are added up,
+        its own account decides by how much (`strict.factors`).
         """
         sizes = np.asarray(self.sizes, dtype=float)
         by_size = self.divisor is Divisor.POOLED and self.privacy.unit.sizes_public
         weights = sizes / sizes.sum() if by_size else np.full(self.clients, 1 / self.clients)
         if not self.privacy.client_epsilon:
             return np.asarray(weights)
+        if _strict_by_accounts(self):
+            weights = weights * self._strict_factors(weights)
+            return np.asarray(weights / weights.sum())
         whole = gaussian.mu(self.privacy.epsilon, self.privacy.delta)
         for client, epsilon in self.privacy.client_epsilon.items():
             weights[client] *= gaussian.mu(epsilon, self.privacy.delta) / whole
         return np.asarray(weights / weights.sum())
+
+    def _strict_factors(self, weights: np.ndarray) -> np.ndarray:
+        """The factors on the weights of strict clients, by their own accounts."""
+        queries = list(noised_queries(self))
+        rounds = np.full(self.clients, self.rounds)
+        if self.participation.kind != FULL:
+            rounds = np.bincount(np.concatenate(self.cohorts), minlength=self.clients)
+        calls = sum(q.calls // q.joint * self.stage_rounds[s] for s, _, q in queries) / self.rounds
+        epsilons = np.full(self.clients, self.privacy.epsilon, dtype=float)
+        for client, epsilon in self.privacy.client_epsilon.items():
+            epsilons[client] = epsilon
+        moved, times = weights / (np.asarray(self.sizes) * self.rates), np.ceil(rounds * calls)
+        sampler, delta, adjacency = Sampler(self.sampling.kind), self.privacy.delta, self.privacy.adjacency
+        return strict.factors(moved, self.rates, times, sampler, epsilons, delta, adjacency)
 
     @cached_property
     def rates(self) -> np.ndarray:
@@ -220,6 +240,20 @@ class Plan:
         """Minibatches of one client."""
         calls = sum(q.calls for stage in self.method.stages for q in stage.queries if q.kind in SAMPLED)
         return self.rounds * max(calls, 1)
+
+
+def with_weights_of(plan: Plan, other: Plan) -> Plan:
+    """The plan, with the weights of another one in place of its own.
+
+    Args:
+      plan: a plan that nobody else uses.
+      other: a plan for the same clients.
+
+    Returns:
+      The first plan.
+    """
+    plan.__dict__["weights"] = other.weights
+    return plan
 
 
 def memoised(function: Callable[[Plan], Result]) -> Callable[[Plan], Result]:
@@ -289,6 +323,19 @@ def _streams_apart(plan: Plan) -> bool:
     return True
 
 
+def _strict_by_accounts(plan: Plan) -> bool:
+    """Whether weights of strict clients follow from accounts of minibatches: all releases are about them, and share the
+    budget equally."""
+    queries = [query for *_, query in noised_queries(plan)]
+    alike = len({query.joint for query in queries}) == 1 and all(
+        query.kind in SAMPLED and query.share is None and query.bound is None and not _spans_rounds(query)
+        for query in queries
+    )
+    sampled = plan.sampling.kind != FULL and plan.privacy.unit.sizes_public and bool((plan.rates < 1).any())
+    promised = plan.noise is None and math.isfinite(plan.privacy.epsilon)
+    return alike and sampled and promised and plan.only_sums_visible and not unbounded_sampling(plan)
+
+
 def _sampled_kinds(stage: Stage) -> int:
     return sum(query.kind in SAMPLED for query in stage.queries)
 
@@ -299,8 +346,9 @@ def unequal_cohorts(plan: Plan) -> str:
     In a cohort of a fixed size a client takes the place of another one. Its account bounds the other one's term by its
     own, but a heavier client moves the sum further, and so tells that the lighter one did not come.
     """
-    unequal = plan.weights.max() > plan.weights.min() * (1 + 1e-12)
-    if not (unequal and plan.amplified and plan.participation.kind == "fixed"):
+    if not (plan.amplified and plan.participation.kind == "fixed"):
+        return ""
+    if not plan.weights.max() > plan.weights.min() * (1 + 1e-12):
         return ""
     return (
         f"client_epsilon under {plan.participation}: a stricter client weighs less, and takes the place of a heavier "

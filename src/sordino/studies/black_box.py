@@ -43,7 +43,7 @@ from sordino.privacy import spending
 from sordino.privacy.accounting import events
 from sordino.privacy.mechanisms.random import Noiseless, Secure, Seeded, SharedDraws, Source
 from sordino.privacy.participation import FULL, Sampling
-from sordino.privacy.plan import Plan
+from sordino.privacy.plan import Plan, with_weights_of
 from sordino.training.run import PreparedRun
 
 RUNS = 500  # per data set, without the pilot
@@ -440,7 +440,9 @@ def _next(run: PreparedRun, records: Records, t: int, theta: Tensor, checkpoint:
 
 def _whole(plan: Plan) -> Plan:
     """The plan with all records in place of minibatches: its step is the expected one."""
-    return plan if plan.sampling.kind == FULL else replace(plan, sampling=Sampling(), uncertified=True)
+    if plan.sampling.kind == FULL:
+        return plan
+    return with_weights_of(replace(plan, sampling=Sampling(), uncertified=True), plan)
 
 
 def _directions(run: PreparedRun, canary: Canary, pilots: list[Tensor]) -> dict[str, Tensor]:

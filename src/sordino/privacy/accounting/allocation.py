@@ -51,7 +51,8 @@ MOST_ROUNDING, MOST_COARSE_ROUNDING = 10.0, 100.0  # of it, as multiples of `cut
 FLAT = 1.5  # a divergence that is not larger than the least one by more counts as the least one
 _PLACES = 256  # units in the last place: more than the rounding of a cell's ends, relative to the terms there
 _WRAPPED = 16.0  # -log of the tilted mass that may wrap around
-_AT_ONCE = 8  # alphas of one epoch that are computed together
+_AT_ONCE = 8  # alphas of one epoch that are computed together if the first ones are not enough
+MOST_AT_ONCE = 32  # the same of the first ones
 _ROWS = 64  # alphas of several epochs that are computed together, at most
 MOST_PROFILES = 4096  # that are remembered
 _SHORTFALL = 8.0  # standard deviations by which the other terms may fall short of their mean before a cut costs much
@@ -358,18 +359,15 @@ def _profiles(epochs: Sequence[Epoch]) -> list[tuple[Array, Array]]:
         _remembered.clear()
     epsilons = {epoch: [0.0] for epoch in epochs if epoch not in _remembered}
     deltas = {epoch: np.ones(0) for epoch in epsilons}
+    wanted = {epoch: _usual_number(epoch) for epoch in epsilons}
     pending = list(epsilons)
     while pending:
         for epoch in pending:
             losses = epsilons[epoch]
-            while len(losses) < len(deltas[epoch]) + _AT_ONCE:
+            while len(losses) < len(deltas[epoch]) + wanted[epoch]:
                 losses.append(min(losses[-1] + max(epoch.spacing, epoch.growth * losses[-1]), MOST_LOSS))
-        at_once = _ROWS // _AT_ONCE
-        found = [
-            each
-            for n in range(0, len(pending), at_once)
-            for each in _at_losses({epoch: epsilons[epoch][-_AT_ONCE:] for epoch in pending[n : n + at_once]})
-        ]
+        found = _at_losses([(epoch, epsilons[epoch][-wanted[epoch] :]) for epoch in pending])
+        wanted = dict.fromkeys(pending, _AT_ONCE)
         still = []
         for epoch, new in zip(pending, found, strict=True):
             falls = not len(deltas[epoch]) or bool(new.min() < 0.9 * deltas[epoch].min())
@@ -405,7 +403,7 @@ def epsilon_near(epoch: Epoch, delta: float, near: float, spacing: float) -> flo
     """
     steps = np.concatenate([np.arange(0.5, 4.0) * spacing, np.geomspace(6 * spacing, 1.5, 5)])
     losses = np.minimum(near * np.exp(np.concatenate([-steps[::-1], steps])), MOST_LOSS)
-    deltas = _at_losses({epoch: losses.tolist()})[0]
+    (deltas,) = _at_losses([(epoch, losses.tolist())])
     enough = np.flatnonzero(deltas <= delta)
     if not len(enough):
         return math.inf
@@ -416,18 +414,38 @@ def epsilon_near(epoch: Epoch, delta: float, near: float, spacing: float) -> flo
     return float(left + math.log1p((above - delta) / (above - below) * math.expm1(right - left))) * (1 + 1e-14)
 
 
-def _at_losses(losses: dict[Epoch, list[float]]) -> Array:
-    """Per epoch, upper bounds on the divergence at its losses, of which all epochs have as many."""
-    epochs, number = list(losses), len(next(iter(losses.values())))
-    bins, rounds, mu, cut, most = (
-        np.repeat([field(epoch) for epoch in epochs], number)
-        for field in (lambda e: e.bins, lambda e: e.rounds, lambda e: e.mu, lambda e: e.cut, _most_loss)
-    )
-    flat = np.concatenate([losses[epoch] for epoch in epochs])
-    way, width = epochs[0].way, epochs[0].width
-    cells = int(CELLS * WIDTH / width) // (1 + (way == "remove"))
-    found = divergences(np.exp(np.minimum(flat, most)), bins, rounds, mu, way, cut / 4, width, cells)
-    return np.where(flat < most, found, 0.0).reshape(len(epochs), number)
+def _usual_number(epoch: Epoch) -> int:
+    """About the number of losses until the divergence falls below `cut`, so that few of them are computed in vain."""
+    reach = -float(scipy.special.ndtri(epoch.cut))
+    usual = reach * loss_std(*epoch[:4])
+    if epoch.way != "add":  # one large term among others
+        usual = max(usual, math.log1p(math.exp(min(epoch.mu * (epoch.mu / 2 + reach), MOST_LOSS)) / epoch.bins))
+    usual, number, loss = min(usual, _most_loss(epoch), MOST_LOSS), 2, 0.0
+    while loss < usual and number < MOST_AT_ONCE:
+        loss, number = loss + max(epoch.spacing, epoch.growth * loss), number + 1
+    return number
+
+
+def _at_losses(losses: Sequence[tuple[Epoch, list[float]]]) -> list[Array]:
+    """Per epoch, upper bounds on the divergence at its losses. All epochs have the same way and width."""
+    results = [np.zeros(len(each)) for _, each in losses]  # 0 from `_most_loss` on
+    rows = [
+        (n, k, epoch, loss)
+        for n, (epoch, each) in enumerate(losses)
+        for most in (_most_loss(epoch),)
+        for k, loss in enumerate(each)
+        if loss < most
+    ]
+    for start in range(0, len(rows), _ROWS):
+        some = rows[start : start + _ROWS]
+        bins, rounds, mu, cut = np.array([(e.bins, e.rounds, e.mu, e.cut) for _, _, e, _ in some]).T
+        way, width = some[0][2].way, some[0][2].width
+        cells = int(CELLS * WIDTH / width) // (1 + (way == "remove"))
+        alphas = np.exp([loss for *_, loss in some])
+        found = divergences(alphas, bins.astype(int), rounds.astype(int), mu, way, cut / 4, width, cells)
+        for (n, k, *_), bound in zip(some, found.tolist(), strict=True):
+            results[n][k] = bound
+    return results
 
 
 def _hull(x: Array, y: Array) -> list[int]:

@@ -69,11 +69,11 @@ from sordino import files
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
 from sordino.lazy import scipy
-from sordino.privacy.accounting import allocation, double_double, gaussian
+from sordino.privacy.accounting import allocation, double_double, gaussian, moments
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 11  # of the algorithm: cached results of other versions are not read
+VERSION = 12  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -93,6 +93,12 @@ MANY = 32  # sampled releases of all accounts, of which more are searched on coa
 CLOSE = 1e-3  # tolerance of a search
 SHARED = 0.002  # the same for many accounts, on less fine grids
 WIDE = 0.005  # the same for many accounts with epochs, on coarse grids
+EPOCH_TOLERANCE = (
+    0.0075  # the same for those that share what they find: an epsilon of epochs is not smooth on such grids
+)
+SIMPLE_MU = 0.8  # of an epoch: below it both directions are too much alike for a simple bound to tell them apart
+USUAL_RATIO = 0.93  # of their factor to that of `moments`
+SURE = 1e-3  # by which an epsilon on coarse grids must be smaller, because fine ones may be a little less tight
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -189,7 +195,7 @@ def suffices(
     grids = (10 * COARSE, COARSE) if expected < 0.85 else (COARSE,)
     for grid in grids if parts and not _too_far(parts, adjacency) else ():
         reached = (_one_grid(parts, mu, way, left, epsilon, grid) for way in _ways(adjacency))
-        if all(each < epsilon * (1 - 1e-3) for each in reached):
+        if all(each < epsilon * (1 - SURE) for each in reached):
             return True
     return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
 
@@ -230,7 +236,7 @@ def scale(
       gaussian_mu: mu of a Gaussian-DP release beside them; the factor applies to it too.
       tolerance: the result exceeds the smallest factor by about this share at most. From `SHARED` on, less fine grids
         are enough, which add about 0.1 percent, and from `WIDE` on coarse ones, which add about one percent.
-      start: where the search starts, as a multiple of the factor by the central limit; 0 if nothing is known.
+      start: the factor where the search starts; 0 if nothing is known.
 
     Returns:
       The factor; 0 if epsilon is infinite.
@@ -310,9 +316,13 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
     close, factors, known = tolerance(accounts), list[float](), list[tuple[float, float]]()
     for account in accounts:
         releases, gaussian_mu, epsilon = account
-        expected = limit(account, delta, adjacency) if releases and math.isfinite(epsilon) else 0.0
-        start = round(_continued(known, expected), 6)
-        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=close, start=start))
+        expected, steady = 0.0, False
+        if releases and math.isfinite(epsilon):
+            parts, mu = _fold(releases, adjacency, gaussian_mu)
+            expected, steady = _expected(parts, mu, epsilon, delta, adjacency)[0], any(part.span for part in parts)
+        ratio = (known[-1][1] if known else USUAL_RATIO) if steady else _continued(known, expected)
+        start, own = float(f"{expected * ratio:.6g}"), EPOCH_TOLERANCE if steady else close
+        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=own, start=start))
         if expected and factors[-1]:
             known.append((expected, factors[-1] / expected))
     return factors
@@ -570,6 +580,8 @@ def _search(
     With a wider tolerance there are no fine grids.
     """
     last = _last_grid(tol)
+    if last == COARSE:
+        target *= 1 - SURE
     level = delta * (1 - _overflow(parts)) if last > EXCESS else delta
 
     def excess(grid: float, s: float, near: bool) -> float:
@@ -587,8 +599,10 @@ def _search(
         )  # the margin covers rounding of mu / s by the caller
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
-    factor = min(_limit_guess(parts, mu, adjacency, allowed) * (start or 1.0), most * (1 - 1e-6))
-    slope = _limit_slope(parts, mu, adjacency, factor, delta)
+    guess, slope = _expected(parts, mu, target, delta, adjacency)
+    factor = min(start or guess, most * (1 - 1e-6))
+    if not slope:
+        slope = _limit_slope(parts, mu, adjacency, factor, delta)
     grids = [(COARSE, tol)] if last == COARSE else [(COARSE, max(tol, 0.02)), (last, 0.9 * tol)]
     near = start > 0
     for grid, close in grids:
@@ -608,14 +622,51 @@ def _last_grid(tolerance: float) -> float:
 def _grid_epsilon(
     parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float, grid: float
 ) -> float:
-    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`."""
+    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`. A direction needs none
+    where a simple bound shows that it is not the worst one."""
     first, *others = _ways(adjacency)
     worst = _one_grid(parts, mu, first, delta, near, grid)
     for way in others:
+        if worst < near and _simple_epsilon(parts, mu, way, delta) <= worst:
+            continue
         coarse = _one_grid(parts, mu, way, delta, near, COARSE)
         enough = coarse <= max(near, worst)
         worst = max(worst, coarse if enough else _one_grid(parts, mu, way, delta, near, min(grid, MIDDLE)))
     return min(worst, _rare(parts, mu, delta))
+
+
+def _simple_epsilon(parts: Sequence[SampledGaussian], mu: float, way: str, delta: float) -> float:
+    """An epsilon of epochs in the direction `add`, by one exponential moment: a bound, and far from tight.
+
+    A grid around a larger epsilon than what is reached has many cells, because the saddle point there is far out. With
+    K(theta) = log E exp(theta L), by the largest value of (1 - u) u^theta at u = theta / (1 + theta),
+
+        delta(epsilon) <= exp(K(theta) - theta epsilon) theta^theta / (1 + theta)^(1 + theta) + P(L = infinity).
+
+    The loss of a Poisson sample is at most -log(1 - q) in this direction.
+    """
+    if way != "add" or not any(part.span and part.mu > SIMPLE_MU for part in parts):
+        return math.inf
+    laws = _laws(parts, way, delta, COARSE)
+    left = delta - sum(part.times * law.infinite for part, law in zip(parts, laws, strict=True) if law)
+    if left <= 0:
+        return math.inf
+    bounded = sum(-part.times * math.log1p(-part.rate) for part, law in zip(parts, laws, strict=True) if not law)
+    epochs = [(part.times, law) for part, law in zip(parts, laws, strict=True) if law]
+
+    def reached(theta: Array, shapes: Sequence[tuple[int, Array, Array]]) -> Array:
+        k = theta * bounded + theta * (theta + 1) / 2 * mu * mu
+        for times, losses, log_masses in shapes:
+            exponents = theta[:, None] * losses + log_masses
+            top = exponents.max(1)
+            k += times * (top + np.log(np.exp(exponents - top[:, None]).sum(1)))
+        return np.asarray((k - math.log(left) + theta * np.log(theta) - (1 + theta) * np.log1p(theta)) / theta)
+
+    thetas = np.geomspace(0.3, 100.0, 24)
+    best = thetas[reached(thetas, [(times, *_epoch_moments(law)) for times, law in epochs]).argmin()][None]
+    with np.errstate(divide="ignore"):
+        (result,) = reached(best, [(times, law.losses, np.log(law.masses)) for times, law in epochs])
+    return max(float(result), 0.0) * (1 + 1e-9)
 
 
 @lru_cache(maxsize=256)
@@ -662,6 +713,21 @@ def _bracket(
 
 
 _allowed = lru_cache(maxsize=64)(gaussian.mu)
+
+
+@lru_cache(maxsize=4096)
+def _expected(
+    parts: tuple[SampledGaussian, ...], mu: float, epsilon: float, delta: float, adjacency: Adjacency
+) -> tuple[float, float]:
+    """About the factor that is needed; if there are epochs, also the derivative of log epsilon in its logarithm, else
+    0."""
+    allowed = _allowed(epsilon, delta)
+    if not parts:
+        return mu / allowed, 0.0
+    factor = _limit_guess(parts, mu, adjacency, allowed)
+    if not any(part.span for part in parts):
+        return factor, 0.0
+    return moments.guess(parts, mu, epsilon, delta, adjacency, factor)
 
 
 @lru_cache(maxsize=4096)
