@@ -377,7 +377,10 @@ def test_tuning_ranks_by_the_metric_of_the_task(wards):
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
         (["sweep", "--grid", "seed=1,2"], "--seeds"),
         (["sweep", "--grid", "lr=1,2", "--seeds", "7,8"], "for 2 of them write --seeds 2."),
-        (["compare", "--seeds", "1,2,3"], "--seeds: '1,2,3' must be the number of seeds, which are 1, 2, …; for 3 of"),
+        (
+            ["compare", "--seeds", "1,2,3"],
+            "--seeds: '1,2,3' must be the number of seeds; for 3 of them write --seeds 3.",
+        ),
         (["compare", "--seeds", "many"], "--seeds: 'many' must be a whole number."),
         (["compare", "--seeds", "0"], "--seeds: 0 must be at least 1."),
         (["sweep", "--method", "dp-fedgd", "--grid", "lrr=1,2"], "Did you mean 'lr'"),

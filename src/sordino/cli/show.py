@@ -142,7 +142,7 @@ def seed_count(text: str) -> int:
     if re.fullmatch(r"\d+(,\d+)+", text):
         count = text.count(",") + 1
         raise argparse.ArgumentTypeError(
-            f"'{text}' must be the number of seeds, which are 1, 2, …; for {count} of them write --seeds {count}."
+            f"'{text}' must be the number of seeds; for {count} of them write --seeds {count}."
         )
     try:
         return int(text)

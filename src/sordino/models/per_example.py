@@ -252,7 +252,8 @@ class Tape:
     def _overwritten(self, part: nn.Module) -> str:
         """Why the input of a layer is not what it was."""
         wholes = [each for each in self.module.modules() if compiled(each)] if self.module is not None else []
-        if inside := next((each for each in wholes if part in set(each.modules())), None):
+        inside = next((each for each in wholes if part in set(each.modules())), None)
+        if inside is not None:
             kind = type(getattr(inside, "_orig_mod", inside)).__name__
             return (
                 f"module: torch.compile lets {kind} reuse the memory of what {part} reads, which gradients of single "
