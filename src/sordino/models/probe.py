@@ -34,8 +34,8 @@ SHARES = (
 )
 READ = (
     "module: something else than the call of its layer reads {}, as in functional.linear(x, layer.weight), and "
-    "gradients of single examples would miss that. Call the layer itself, freeze the parameter, or leave check=False out: "
-    "torch.func then serves the module where it can."
+    "gradients of single examples would miss that. Call the layer itself, freeze the parameter, or leave check=False "
+    "out: torch.func then serves the module where it can."
 )
 
 
