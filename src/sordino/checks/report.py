@@ -85,8 +85,9 @@ def rejecting(
 ) -> Iterator[Report]:
     """The reports of one model, and a problem for each adjacency under which one more mutant passes."""
     wrong, its_model = mutant(method, model)
+    every = range(sum(query.noise is not None for stage in wrong.stages for query in stage.queries))
     for report in reports_of(name, method, [model], trials, seed):
-        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed)
+        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed, rejects=every)
         missed = [] if all(each.beyond for each in found) else [missed_mutant("sensitivity", mutant)]
         problems = [*report.problems, *missed]
         yield report._replace(passed=not problems, problems=problems)
