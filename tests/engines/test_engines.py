@@ -396,7 +396,8 @@ BATCHES = ["poisson:4", "poisson:0.3", "fixed:4"]
     ("name", "batch"),
     tiers(
         itertools.product(REGISTRY, BATCHES),
-        [(name, BATCHES[k % 3]) for k, name in enumerate(REGISTRY)] + [("auto", batch) for batch in BATCHES],
+        [(name, BATCHES[k % 3]) for k, name in enumerate(REGISTRY)]
+        + [(name, batch) for name in ("auto", "dp-fednew") for batch in BATCHES],  # fixed sizes refuse the second one
     ),
 )
 def test_engines_agree_on_minibatches(name, batch, records):
