@@ -12,13 +12,13 @@ ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS wheel
 COPY . /sources
-RUN sh /sources/image.sh build /sources /wheels
+RUN sh /sources/deploy/image.sh build /sources /wheels
 
 FROM python:${PYTHON}-slim
 ARG PIP_EXTRA_INDEX_URL=""
 RUN useradd --create-home --uid 10001 sordino && mkdir /data && chown sordino:sordino /data
 COPY --from=wheel /wheels /wheels
-COPY image.sh constraints.txt /
+COPY deploy/image.sh constraints.txt /
 RUN sh /image.sh install python3 /wheels /constraints.txt && rm -r /wheels
 USER sordino
 WORKDIR /data

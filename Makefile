@@ -63,7 +63,7 @@ endif
 
 # The steps of the Dockerfile, in a clean virtual environment outside the source tree.
 image-steps:
-	@folder=$$(mktemp -d) && PYTHON=$(PYTHON) sh image.sh everything . $$folder && rm -rf $$folder
+	@folder=$$(mktemp -d) && PYTHON=$(PYTHON) sh deploy/image.sh everything . $$folder && rm -rf $$folder
 
 clean:
 	rm -rf .venv build runs

@@ -40,8 +40,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 sys.path.insert(0, str(Path(__file__).parent))
 import opacus_sums
+from gpu_works import CLASSES, CLIP, LENGTH, SIGMA, WORKS, Work, interleaved, write
 from provenance import provenance
 from sordino.core import Shard
 from sordino.models.compiled import Passes
@@ -58,9 +60,7 @@ from sordino.models.nets import resnet18
 from sordino.models.torch_model import TorchModel
 from sordino.models.transformers import Rows, build, plain
 
-CLASSES, CLIP, SIGMA, LENGTH = 10, 0.1, 1.0, 128
 MOST_MEMORY = 1.3  # private / plain
-OWN_PROVENANCE = ("command", "commit", "uncommitted_changes_in_src")  # that a work keeps if others are measured later
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}  # as adapters have it in frozen layers
 TEXT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 99}
 TINY: dict[str, dict[str, Any]] = {
@@ -71,30 +71,6 @@ TINY: dict[str, dict[str, Any]] = {
     "roberta": TEXT,
 }
 Step = Callable[[], None]
-
-
-class Work(NamedTuple):
-    """A network, what is trained of it, and the batch of one step."""
-
-    network: str  # vit, roberta or resnet
-    trained: str  # full or lora
-    batch: int
-    goal: float  # private / plain speed that is aimed at
-
-    @property
-    def name(self) -> str:
-        return f"{self.network}-{self.trained}-{self.batch}"
-
-
-WORKS = (
-    Work("vit", "full", 32, 0.6),
-    Work("roberta", "full", 32, 0.6),
-    Work("resnet", "full", 256, 0.5),
-    Work("vit", "lora", 64, 0.9),
-    Work("vit", "lora", 256, 1.0),
-    Work("roberta", "lora", 64, 0.9),
-    Work("roberta", "lora", 256, 1.0),
-)
 
 
 class Bench:
@@ -327,17 +303,6 @@ def clock(step: Step, count: int, device: torch.device) -> float:
     return (time.perf_counter() - began) / count
 
 
-def interleaved(steps: dict[str, Step], repetitions: int, device: torch.device) -> dict[str, list[float]]:
-    """All steps in turns, again and again, so that a slow spell of the machine meets all of them."""
-    least = 1 if device.type == "cpu" else 10  # so that launching a step overlaps with computing the one before
-    counts = {name: max(least, round(0.1 / clock(step, 2, device))) for name, step in steps.items()}
-    samples: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(repetitions):
-        for name, step in steps.items():
-            samples[name].append(clock(step, counts[name], device))
-    return samples
-
-
 def measured(make: Callable[[], Step], device: torch.device) -> tuple[Step, int | None]:
     """A step, and its peak of bytes above what was held before it was built."""
     empty(device)
@@ -404,7 +369,8 @@ def one_work(work: Work, options: argparse.Namespace, device: torch.device, erro
             if replay is not None:
                 steps[title] = replay
     with turn(work, options.gate):
-        seconds = interleaved(steps, options.repetitions, device)
+        timed = partial(clock, device=device)
+        seconds = interleaved(steps, options.repetitions, timed, cpu=device.type == "cpu")
     if options.profile:
         for name in ("private, compiled", "plain, traced"):
             if name in steps:
@@ -528,17 +494,6 @@ def beside_opacus(works: dict[str, Any]) -> str:
         times = " | ".join(f"{ms[step]:.1f}" for step in best)
         lines.append(f"| {name} | {times} | {ratios[0]:.1f}, {ratios[1]:.1f} | {held[0]:.1f} | {held[1]:.1f} |")
     return "\n".join(lines) if len(lines) > 2 else ""
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the results, with the works of an older file that were not measured again, which say how they were."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(path.read_text()) if path.exists() else {"works": {}}
-    about = {key: before["provenance"][key] for key in OWN_PROVENANCE} if before["works"] else {}
-    older = {name: {"provenance": about} | work for name, work in before["works"].items()}
-    names = [work.name for work in WORKS]
-    works = dict(sorted((older | results["works"]).items(), key=lambda item: names.index(item[0])))
-    path.write_text(json.dumps(results | {"works": works}, separators=(",", ":")) + "\n")
 
 
 def main() -> None:

@@ -58,37 +58,16 @@ from jax import Array
 from jax_privacy import clipped_grad
 
 sys.path.insert(0, str(Path(__file__).parent))
+from gpu_works import CLASSES, CLIP, LENGTH, SIGMA, WORKS, Work, interleaved, write
 from provenance import provenance
 
-CLASSES, CLIP, SIGMA, LENGTH, RANK, ALPHA, RATE = 10, 0.1, 1.0, 128, 16, 32.0, 0.1
+RANK, ALPHA, RATE = 16, 32.0, 0.1
 LR, DECAY = 1e-4, 0.01
 PAD = 1  # RoBERTa's token of padding
 PACKAGES = ("jax", "jaxlib", "jax-privacy", "optax", "jax-cuda13-plugin", "jax-cuda12-plugin")
-OWN_PROVENANCE = ("command", "commit", "uncommitted_changes_in_src")  # that a work keeps if others are measured later
 Tree = dict[str, Array]
 
 
-class Work(NamedTuple):
-    """A network, what is trained of it, and the batch of one step; named as in `gpu.py`."""
-
-    network: str  # vit, roberta or resnet
-    trained: str  # full or lora
-    batch: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.network}-{self.trained}-{self.batch}"
-
-
-WORKS = (
-    Work("vit", "full", 32),
-    Work("roberta", "full", 32),
-    Work("resnet", "full", 256),
-    Work("vit", "lora", 64),
-    Work("vit", "lora", 256),
-    Work("roberta", "lora", 64),
-    Work("roberta", "lora", 256),
-)
 USUAL = ("resnet-full-256", "vit-full-32", "vit-lora-64", "roberta-full-32", "roberta-lora-64")
 
 
@@ -495,15 +474,6 @@ class Clock:
         jax.block_until_ready(self.state)
         return (time.perf_counter() - began) / count
 
-    def interleaved(self, steps: dict[str, Any], repetitions: int, least: int) -> dict[str, list[float]]:
-        """All steps in turns, again and again, so that a slow spell of the machine meets all of them."""
-        counts = {name: max(least, round(0.1 / self.seconds(step, 2))) for name, step in steps.items()}
-        samples: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(repetitions):
-            for name, step in steps.items():
-                samples[name].append(self.seconds(step, counts[name]))
-        return samples
-
 
 def peak(compiled: Any) -> int | None:
     """Bytes of the state and of temporary buffers."""
@@ -568,7 +538,7 @@ def one_work(work: Work, options: argparse.Namespace, errors: dict[str, str]) ->
     if not steps:
         raise RuntimeError("no step was compiled in time; see the other errors")
     compiled_at = time.perf_counter() - began
-    seconds = clock.interleaved(steps, options.repetitions, 1 if jax.default_backend() == "cpu" else 10)
+    seconds = interleaved(steps, options.repetitions, clock.seconds, cpu=jax.default_backend() == "cpu")
     if not all(bool(np.isfinite(np.asarray(value)).all()) for value in clock.state[0].values()):
         errors[f"{work.name} values"] = "a parameter is not finite after the steps"
     print(f"  compiled in {compiled_at:.0f} s, timed in {time.perf_counter() - began - compiled_at:.0f} s", flush=True)
@@ -614,17 +584,6 @@ def table(works: dict[str, Any], beside: dict[str, Any] | None = None) -> str:
             f"{shown(plain and plain[1])} | {shown(held[0])} | {shown(held[1])} |"
         )
     return "\n".join(lines)
-
-
-def write(path: Path, results: dict[str, Any]) -> None:
-    """Write the results, with the works of an older file that were not measured again, which say how they were."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    before = json.loads(path.read_text()) if path.exists() else {"works": {}}
-    about = {key: before["provenance"][key] for key in OWN_PROVENANCE} if before["works"] else {}
-    older = {name: {"provenance": about} | work for name, work in before["works"].items()}
-    names = [work.name for work in WORKS]
-    works = dict(sorted((older | results["works"]).items(), key=lambda item: names.index(item[0])))
-    path.write_text(json.dumps(results | {"works": works}, separators=(",", ":")) + "\n")
 
 
 def about(command: str) -> dict[str, Any]:

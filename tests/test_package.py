@@ -58,7 +58,7 @@ def test_the_sdist_holds_tests_papers_and_pages(built):
         assert wanted
         assert wanted <= members
     pages = {"CHANGELOG.md", "CITATION.cff", "CODE_OF_CONDUCT.md", "CONTRIBUTING.md", "LICENSE", "README.md"}
-    assert pages | {"SECURITY.md", "Makefile", "Dockerfile", "image.sh", "constraints.txt"} <= members
+    assert pages | {"SECURITY.md", "Makefile", "Dockerfile", "deploy/image.sh", "constraints.txt"} <= members
 
 
 def test_the_metadata_serves_a_stranger(built):

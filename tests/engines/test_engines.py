@@ -90,6 +90,18 @@ PARTICIPATIONS = ["full", "fixed:2", "poisson:0.4"]
 SEVERAL_ROUNDS = [(name, unit) for name, unit in METHODS if name not in ONE_ROUND]
 
 
+def once(methods):
+    """Every method once, each at the next unit that it protects, and so all units over the methods."""
+    names, turn = dict.fromkeys(name for name, _ in methods), itertools.count()
+    units = {name: [unit for each, unit in methods if each == name] for name in names}
+    return [(name, units[name][next(turn) % len(units[name])]) for name in names]
+
+
+def test_every_unit_is_that_of_some_method():
+    for methods in (METHODS, SEVERAL_ROUNDS):
+        assert {unit for _, unit in once(methods)} == {unit for _, unit in methods}
+
+
 def few_plans(name, unit):
     """Three plans of a method: every trust model it is proved for, every participation and every divisor. Over the
     methods, every two of these meet."""
@@ -120,7 +132,7 @@ def test_engines_agree(name, unit, trust, divisor, participation, records):
     assert alike(slow, list(simulate.run(plan, model, records, Seeded(1), shares=True)))
 
 
-@pytest.mark.parametrize(("name", "unit"), METHODS)
+@pytest.mark.parametrize(("name", "unit"), tiers(METHODS, once(METHODS)))
 def test_a_difference_would_be_seen(name, unit, records):
     model = model_of(name)
     plan = plan_for(build(name, unit), records, "untrusted-server", "client-mean", "fixed:2")
@@ -317,7 +329,7 @@ WHO = ["full", "poisson:0.4"]
     ("name", "unit", "participation"),
     tiers(
         [(*method, who) for method in SEVERAL_ROUNDS for who in WHO],
-        [(*method, WHO[k % 2]) for k, method in enumerate(SEVERAL_ROUNDS)],
+        [(*method, WHO[k % 2]) for k, method in enumerate(once(SEVERAL_ROUNDS))],
     ),
 )
 def test_a_simulation_resumes_where_it_stopped(name, unit, participation, records):
@@ -337,7 +349,7 @@ def test_a_simulation_resumes_where_it_stopped(name, unit, participation, record
     assert not torch.equal(forgetful[-1].model, whole[-1].model)
 
 
-@pytest.mark.parametrize(("name", "unit"), SEVERAL_ROUNDS)
+@pytest.mark.parametrize(("name", "unit"), tiers(SEVERAL_ROUNDS, once(SEVERAL_ROUNDS)))
 def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_path):
     """Stopped after three rounds and begun anew with another noise: what was said stays, and is paid for once."""
     model = model_of(name)
@@ -361,7 +373,7 @@ def test_a_run_with_a_ledger_says_again_what_it_said(name, unit, records, tmp_pa
     ("name", "unit", "shares"),
     tiers(
         [(*method, shares) for method in METHODS for shares in (True, False)],
-        [(*method, k % 2 == 0) for k, method in enumerate(METHODS)],
+        [(*method, k % 2 == 0) for k, method in enumerate(once(METHODS))],
     ),
 )
 def test_runs_side_by_side_are_single_runs(name, unit, shares, records):
@@ -384,7 +396,8 @@ BATCHES = ["poisson:4", "poisson:0.3", "fixed:4"]
     ("name", "batch"),
     tiers(
         itertools.product(REGISTRY, BATCHES),
-        [(name, batch) for k, name in enumerate(REGISTRY) for batch in (BATCHES[k % 2], "fixed:4")],
+        [(name, BATCHES[k % 3]) for k, name in enumerate(REGISTRY)]
+        + [(name, batch) for name in ("auto", "dp-fednew") for batch in BATCHES],  # fixed sizes refuse the second one
     ),
 )
 def test_engines_agree_on_minibatches(name, batch, records):

@@ -22,7 +22,6 @@ from sordino.federation.progress import parsed, read_lines
 from sordino.secagg.messages import write_reveal
 from sordino.training.artifacts import load_model
 from sordino.training.metrics import entropy
-from sordino.training.survival import BY_CHANCE
 from tests.support import tiers
 
 FOUR, SIX = tuple("abcd"), tuple("abcdef")
@@ -728,7 +727,7 @@ def test_the_last_line_has_every_metric_of_the_coordinators_test_records(federat
     assert coordinator._metrics(torch.zeros(coordinator.model.size)) == {}
 
 
-def test_a_useless_model_is_called_one(federation):
+def test_a_useless_model_is_called_one(federation, monkeypatch):
     """By the line that ends the coordinator's progress, on its own test records."""
     coordinator, _ = federation(rounds=2).run()
     terms = coordinator.terms
@@ -739,10 +738,13 @@ def test_a_useless_model_is_called_one(federation):
     told = coordinator._useless(data, model)
     line = {"what": "finished", "epsilon": 8.0, "sites": ["a"], **told}
     assert "WARNING: the model is no better than a constant guess: its" in sentences.of_coordinator(line, 2)
+    monkeypatch.setattr(coordinator_module, "no_better", lambda *_: "")
+    assert coordinator._useless(data, model) == {}
+    monkeypatch.setattr(coordinator_module, "hardly_better", lambda *_: "its concordance index is 0.51")
+    line = {"what": "finished", "epsilon": 8.0, "sites": ["a"], **coordinator._useless(data, model)}
+    assert "the model is not shown to be better than a constant guess" in sentences.of_coordinator(line, 2)
     coordinator.__dict__["_test"] = None
     assert coordinator._useless(data, model) == {}
-    told = {"useless": f"its concordance index is 0.51, {BY_CHANCE}"}
-    assert "the model is not shown to be better than a constant guess" in sentences.of_coordinator(line | told, 2)
 
 
 def test_two_coordinators_on_one_folder_are_refused(tiny, monkeypatch):

@@ -9,7 +9,7 @@ from torch import nn
 
 from sordino import checks
 from sordino.checks import report
-from sordino.checks.mutants import blended_stages, breaks, clips_each_gradient, concerns
+from sordino.checks.mutants import breaks, clips_each_gradient, concerns, noticed_stages
 from sordino.checks.suites import small_adapters
 from sordino.core import Adjacency, Blend, Local, Privacy, Shard, Unit
 from sordino.data.records import Records
@@ -140,11 +140,11 @@ def test_the_search_finds_no_more_than_is_claimed_and_rejects_gradients_clipped_
 
 
 def test_sordino_check_tries_that_mutant_where_terms_are_clipped():
-    assert [name for name in ("dp-disk", "dp-fedgd", "dp-fedadam") if blended_stages(build(name), SQUARES)] == [
+    assert [name for name in ("dp-disk", "dp-fedgd", "dp-fedadam") if noticed_stages(build(name), SQUARES).blended] == [
         "dp-disk"
     ]
     assert not breaks(clips_each_gradient, build("dp-disk", Unit.CLIENT)), "a message is clipped as a whole"
-    assert not blended_stages(build("dp-disk", kappa=1.0), Linear(3, 3)), "one gradient, as in dp-fedgd"
+    assert not noticed_stages(build("dp-disk", kappa=1.0), Linear(3, 3)).blended, "one gradient, as in dp-fedgd"
 
 
 def of_others():
@@ -158,7 +158,7 @@ def of_others():
 
 
 def test_a_blend_of_another_method_is_noticed_by_what_it_asks():
-    blended = blended_stages(of_others(), Linear(3, 3))
+    blended = noticed_stages(of_others(), Linear(3, 3)).blended
     assert blended == {1}
     concerned = [
         query

@@ -11,7 +11,7 @@ import torch
 
 from sordino import checks
 from sordino.checks.fixtures import Through
-from sordino.checks.mutants import breaks, clips_before_the_scale, concerns, scaled_stages
+from sordino.checks.mutants import breaks, clips_before_the_scale, concerns, noticed_stages
 from sordino.core import Adjacency, Divisor, Facts, Trust, Unit
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
@@ -185,7 +185,7 @@ def test_the_search_rejects_a_clip_before_the_scale(adjacency):
 
 
 def test_sordino_check_tries_that_mutant_where_gradients_are_scaled():
-    assert [name for name in (NAME, "dp-fedgd", "dp-adadps") if scaled_stages(build(name), SQUARES)] == [NAME]
+    assert [name for name in (NAME, "dp-fedgd", "dp-adadps") if noticed_stages(build(name), SQUARES).scaled] == [NAME]
     assert not breaks(clips_before_the_scale, build(NAME, Unit.CLIENT)), "a message is clipped as a whole"
     asked = [q for q in ("0.0 gradient", "1.0 gradient", "0.1 fisher") if concerns(clips_before_the_scale, q, (), {0})]
     assert asked == ["0.0 gradient"]

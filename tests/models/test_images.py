@@ -15,6 +15,7 @@ from sordino.training import run
 from sordino.training.batch import run_many
 from sordino.training.predict import load_run
 from sordino.training.spec import Spec
+from tests.support import tiers
 
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "patch_size": 4}
 RUN = {"method": "dp-fedgd", "rounds": 1, "clients": 2, "seed": 1, "clip": 1.0, "lora_rank": 2}
@@ -146,7 +147,7 @@ def test_either_end_may_not_hold_the_channels():
         layout("3x8x3")
 
 
-@pytest.mark.parametrize("name", ["cnn", "resnet18-gn"])
+@pytest.mark.parametrize("name", tiers(["cnn", "resnet18-gn"], 1))  # both read pixels by `Pixels`
 def test_small_networks_read_the_layout_of_the_data(name, monkeypatch):
     """Channels first and last give the same logits; the mutant reads one as the other."""
     last, first = (registry.build(name, 12 * 12 * 3, 3, image=text) for text in ("12x12x3", "3x12x12"))

@@ -186,7 +186,7 @@ def test_contracts_hold():
 
     torch.manual_seed(0)
     reports = checks.check(
-        "small lstm", method=build("dp-fedgd"), models=[TorchModel(Small(), shape=(2, 2))], trials=12
+        "small lstm", method=build("dp-fedgd"), models=[TorchModel(Small(), shape=(2, 2))], trials=checks.LEAST_TRIALS
     )
     assert [problem for report in reports for problem in report.problems] == []
 

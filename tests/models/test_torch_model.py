@@ -888,3 +888,53 @@ def test_no_example_changes_how_the_others_are_computed(mode, dtype):
 
             for value in (1e3, -1e3, 1e30, math.inf, math.nan):
                 assert float((total(value) - total(0.0)).norm()) <= 2 * clip, (clip, value)
+
+
+class ReadsByFunction(nn.Module):
+    """Two linear layers, of which one parameter is read by a function, instead of or beside the call of its layer."""
+
+    def __init__(self, beside):
+        super().__init__()
+        self.first, self.head, self.beside = nn.Linear(6, 5), nn.Linear(5, 3), beside
+
+    def forward(self, x):
+        h = self.first(x).tanh()
+        if self.beside:
+            return self.head(h + nn.functional.linear(x, self.first.weight))
+        return nn.functional.linear(h, self.head.weight)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize(("beside", "name"), [(False, "head.weight"), (True, "first.weight")])
+def test_a_parameter_that_a_function_reads_is_refused_by_name_where_gradients_are_not_compared(beside, name, autocast):
+    for mode in ("auto", "tape"):
+        with pytest.raises(SordinoError, match=f"the call of its layer reads {name}, as in .*leave check=False out"):
+            TorchModel(ReadsByFunction(beside), mode=mode, autocast=autocast, check=False)
+    assert TorchModel(ReadsByFunction(beside)).mode == "vmap"
+    assert TorchModel(ReadsByFunction(beside), mode="vmap", check=False).mode == "vmap"
+    assert TorchModel(mlp().float(), check=False, autocast=autocast).mode != "vmap"
+
+
+class Overwrites(nn.Module):
+    """A layer whose input is overwritten after it was read."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, h):
+        h = h.exp()
+        out = self.head(h)
+        with torch.no_grad():
+            h.mul_(2)
+        return out
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile looks at
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_overwritten_input_is_refused_with_what_overwrites_it(compiled):
+    """As torch.compile does with memory that nobody reads any more; here the module itself stands for it."""
+    last = torch.compile(Overwrites(), backend="eager") if compiled else Overwrites()
+    why = "torch.compile lets Overwrites reuse the memory of what Linear.* without torch.compile"
+    with pytest.raises(SordinoError, match=why if compiled else "the input of Linear.* is overwritten in place"):
+        TorchModel(nn.Sequential(nn.Linear(6, 5), last), mode="tape", check=False)

@@ -1,6 +1,7 @@
 """Classifiers of sequences from any folder that `save_pretrained` wrote."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -55,6 +56,19 @@ def saved(kind, folder, **changes):
     return network
 
 
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """Tiny models by kind: the folder of one, what it computes, and a function that builds it, once per option. A test
+    that changes one copies it before."""
+
+    @functools.cache
+    def made(kind):
+        folder = tmp_path_factory.mktemp("encoder")
+        return folder, saved(kind, folder), functools.cache(functools.partial(built, folder))
+
+    return made
+
+
 def built(folder, length=LENGTH, **options):
     return registry.build("sequence-lora", length, CLASSES, weights=str(folder), **{"lora_rank": 2} | options)
 
@@ -80,9 +94,9 @@ def by_the_library(network, ids):
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_any_encoder_in_a_folder_gives_its_own_logits(kind, tmp_path):
-    network = saved(kind, tmp_path)
-    model, ids = built(tmp_path), rows(network)
+def test_any_encoder_in_a_folder_gives_its_own_logits(kind, encoder):
+    _, network, build = encoder(kind)
+    model, ids = build(), rows(network)
     want = by_the_library(network, ids)
     torch.testing.assert_close(model.logits(model.init(), ids.float()), want, rtol=1e-4, atol=1e-5)
     assert (want[0] - want[1]).abs().max() > 0.1
@@ -90,24 +104,24 @@ def test_any_encoder_in_a_folder_gives_its_own_logits(kind, tmp_path):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", NEW)
-def test_peft_computes_the_same_from_the_files_of_an_encoder(kind, tmp_path):
+def test_peft_computes_the_same_from_the_files_of_an_encoder(kind, encoder, tmp_path):
     peft = pytest.importorskip("peft", reason="pip install sordino[transformers]")
-    network = saved(kind, tmp_path / "base")
-    model, ids = built(tmp_path / "base"), rows(network)
+    _, network, build = encoder(kind)
+    model, ids = build(), rows(network)
     theta = away(model)
     save_peft(tmp_path / "adapter", model, theta)
     assert torch.equal(load_peft(tmp_path / "adapter", model), theta)
-    theirs = peft.PeftModel.from_pretrained(network, tmp_path / "adapter").eval()
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(network), tmp_path / "adapter").eval()
     want = by_the_library(theirs, ids)
     torch.testing.assert_close(model.logits(theta, ids.float()), want, rtol=1e-4, atol=1e-4)
     assert not torch.allclose(model.logits(model.init(), ids.float()), want, atol=0.05)
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_padding_changes_nothing(kind, tmp_path):
+def test_padding_changes_nothing(kind, encoder):
     """The same text in a row of its own length and in a longer one: its logits and its gradient."""
-    network = saved(kind, tmp_path)
-    short, long = built(tmp_path, 5, lora_dropout=0.0), built(tmp_path, LENGTH, lora_dropout=0.0)
+    _, network, build = encoder(kind)
+    short, long = build(5, lora_dropout=0.0), build(lora_dropout=0.0)
     text, theta = rows(network)[:1, :5].float(), away(short)
     filled = nn.functional.pad(text, (0, LENGTH - 5), value=float(network.config.pad_token_id))
     torch.testing.assert_close(long.logits(theta, filled), short.logits(theta, text), rtol=1e-4, atol=1e-5)
@@ -123,9 +137,9 @@ def test_padding_changes_nothing(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_gradients_of_texts_are_those_of_autograd(kind, tmp_path):
-    network = saved(kind, tmp_path)
-    module = copy.deepcopy(module_of(built(tmp_path, lora_dropout=0.0))).double().eval()
+def test_gradients_of_texts_are_those_of_autograd(kind, encoder):
+    _, network, build = encoder(kind)
+    module = copy.deepcopy(module_of(build(lora_dropout=0.0))).double().eval()
     params, x, y = moved(module), rows(network).double(), torch.arange(4) % CLASSES
     found, want = per_example.gradients(module, params, x, y, summed), naive(module, params, x, y)
     assert far(found, want) < 1e-9
@@ -133,9 +147,9 @@ def test_gradients_of_texts_are_those_of_autograd(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_clients_with_their_own_adapters_share_a_pass(kind, tmp_path):
-    network = saved(kind, tmp_path)
-    module = copy.deepcopy(module_of(built(tmp_path, lora_dropout=0.0))).double().eval()
+def test_clients_with_their_own_adapters_share_a_pass(kind, encoder):
+    _, network, build = encoder(kind)
+    module = copy.deepcopy(module_of(build(lora_dropout=0.0))).double().eval()
     params, x, y = moved(module, clients=2), rows(network).double(), torch.arange(4) % CLASSES
     together = per_example.gradients(module, params, torch.cat([x, x.flip(0)]), torch.cat([y, y.flip(0)]), summed)
     for k, (texts, labels) in enumerate(((x, y), (x.flip(0), y.flip(0)))):
@@ -171,9 +185,9 @@ def test_adapters_where_positions_come_before_records_are_refused():
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_texts_do_not_meet(kind, tmp_path):
-    network = saved(kind, tmp_path)
-    model, ids = built(tmp_path, lora_dropout=0.0), rows(network).float()
+def test_texts_do_not_meet(kind, encoder):
+    _, network, build = encoder(kind)
+    model, ids = build(lora_dropout=0.0), rows(network).float()
     theta, other = away(model), ids.flip(-1)
     other[0] = ids[0]
     assert torch.equal(model.logits(theta, ids)[0], model.logits(theta, other)[0])
@@ -189,9 +203,9 @@ def test_texts_do_not_meet(kind, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bfloat16
 @pytest.mark.parametrize("kind", [kind for kind in NEW if kind != "Deberta"])
-def test_one_text_moves_the_sum_by_the_clip_in_half_precision_with_dropout(kind, tmp_path):
-    network = saved(kind, tmp_path)
-    model = built(tmp_path, lora_dropout=0.5, autocast=torch.bfloat16)
+def test_one_text_moves_the_sum_by_the_clip_in_half_precision_with_dropout(kind, encoder):
+    _, network, build = encoder(kind)
+    model = build(lora_dropout=0.5, autocast=torch.bfloat16)
     theta, ids = away(model), rows(network).float()
     for k in range(4):
         one = Shard(ids[k : k + 1], torch.ones(1), torch.ones(1))

@@ -1,5 +1,6 @@
 """The estimate of the loss after a first step: by simulation, and what it chooses."""
 
+import functools
 import math
 
 import numpy as np
@@ -25,14 +26,21 @@ def problem(seed=0):
     return torch.from_numpy(A), torch.from_numpy(G)
 
 
-def losses(rule, std, noise, draws, seed=1):
-    """(true, estimated) loss without its constant, for each draw of the noise."""
+@functools.lru_cache(maxsize=1)  # rules change faster than problems
+def noised_problems(std, noise, draws, seed=1):
+    """The noised problem of each draw: eigenvalues, vectors and slopes, which serve every rule."""
     A, G = problem()
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(draws, ROWS, ROWS, generator=generator, dtype=torch.float64)
     noisy = A + std * (z + z.mT) / 2
     g = G + noise * torch.randn(draws, ROWS, OUTPUTS, generator=generator, dtype=torch.float64)
-    noised, V = torch.linalg.eigh(noisy)
+    return *torch.linalg.eigh(noisy), g
+
+
+def losses(rule, std, noise, draws):
+    """(true, estimated) loss without its constant, for each draw of the noise."""
+    A, G = problem()
+    noised, V, g = noised_problems(std, noise, draws)
     K, along = rule(noised), V.mT @ g
     theta = -V @ (K.unsqueeze(-1) * along)
     true = SCALE * (theta * (A @ theta)).sum((-1, -2)) / 2 + (G * theta).sum((-1, -2))

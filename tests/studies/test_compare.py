@@ -376,6 +376,13 @@ def test_tuning_ranks_by_the_metric_of_the_task(wards):
         (["sweep", "--grid", "lr"], "key=a,b,c"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),
         (["sweep", "--grid", "seed=1,2"], "--seeds"),
+        (["sweep", "--grid", "lr=1,2", "--seeds", "7,8"], "for 2 of them write --seeds 2."),
+        (
+            ["compare", "--seeds", "1,2,3"],
+            "--seeds: '1,2,3' must be the number of seeds; for 3 of them write",
+        ),
+        (["compare", "--seeds", "many"], "--seeds: 'many' must be a whole number."),
+        (["compare", "--seeds", "0"], "--seeds: 0 must be at least 1."),
         (["sweep", "--method", "dp-fedgd", "--grid", "lrr=1,2"], "Did you mean 'lr'"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--search", "optna"], "optuna"),
         (["sweep", "--grid", "lr=1,2", "--charge-tuning", "public"], "--public"),

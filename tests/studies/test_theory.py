@@ -368,7 +368,7 @@ def test_fedgds_floor_keeps_the_clip_without_noise():
 @pytest.mark.parametrize("lr", [0.3, 1.0])
 def test_fedgd_on_a_quadratic_is_exact_and_below_both_floors(lr):
     records, _ = quadratic()
-    rounds, runs = 60, 400
+    rounds, runs = 60, 150
     plan = Plan(build("dp-fedgd", clip=CLIP, lr=lr), rounds, records.sizes, Privacy(2.0))
     start = torch.zeros(runs, DIM, dtype=torch.float64)
     *_, last = simulate.run(plan, SQUARES, records, [Seeded(s) for s in range(runs)], theta=start)

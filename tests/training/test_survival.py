@@ -37,14 +37,14 @@ def test_concordance_is_the_share_of_comparable_pairs_in_order(seed):
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("ties", [False, True])
 def test_the_error_of_chance_is_that_of_risks_in_random_order(share, ties):
-    """Over 4,000 orders the variance has a relative standard error of 2.2 %. The sum of all records' errors, as if the
+    """Over 2,000 orders the variance has a relative standard error of 3.2 %. The sum of all records' errors, as if the
     pairs were independent, is far below it."""
     rng = np.random.default_rng(5)
     y = np.where(rng.random(30) < share, 1, -1) * (rng.integers(1, 8, 30) if ties else rng.permutation(30) + 1.0)
-    found = [survival.concordance(y.astype(float), rng.permutation(30).astype(float)) for _ in range(4000)]
+    found = [survival.concordance(y.astype(float), rng.permutation(30).astype(float)) for _ in range(2000)]
     error = survival.chance_error(y.astype(float))
-    assert np.var(found) == pytest.approx(error**2, rel=4 * 0.0224)
-    assert np.mean(found) == pytest.approx(0.5, abs=4 * error / math.sqrt(4000))
+    assert np.var(found) == pytest.approx(error**2, rel=4 * 0.0317)
+    assert np.mean(found) == pytest.approx(0.5, abs=4 * error / math.sqrt(2000))
     first = sum(
         a > 0 and (abs(b) > a or (abs(b) == a and b < 0)) for i, a in enumerate(y) for j, b in enumerate(y) if i != j
     )

@@ -14,7 +14,7 @@ from torch import Tensor
 from sordino import core
 from sordino.checks.contracts import greedy
 from sordino.checks.fixtures import Space, Through, short_plan
-from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit, serves
+from sordino.core import Blend, Broadcast, Kind, Lemma, Method, Query, Shard, Stage, Tree, Unit
 from sordino.engines import reference
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.tree import tree_map
@@ -451,8 +451,15 @@ def network_form(method: Method) -> tuple[str, Callable[[Method, Any], tuple[Met
     return "", None
 
 
-def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
-    """The stages that ask for two gradients in one clipped term, as a short run of the method shows.
+class Noticed(NamedTuple):
+    """The stages that ask for special sums of gradients, by number; mutants of sensitivity change these alone."""
+
+    blended: set[int]  # they ask for two gradients in one clipped term
+    scaled: set[int]  # they lengthen entries of gradients before the clip
+
+
+def noticed_stages(method: Method, model: Any, *, seed: int = 0) -> Noticed:
+    """The stages that ask for special sums of gradients, as a short run of the method shows.
 
     Args:
       method: the method, which keeps the contract `asks` on this model.
@@ -462,30 +469,9 @@ def blended_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
     Returns:
       The numbers of these stages.
     """
-    if not serves(model, "blends"):
-        return set()
-    return _stages_where(lambda *scale, **how: how.get("blend") is not None, method, model, seed)
-
-
-def scaled_stages(method: Method, model: Any, *, seed: int = 0) -> set[int]:
-    """The stages that lengthen entries of gradients before the clip, as a short run of the method shows.
-
-    Args:
-      method: the method, which keeps the contract `asks` on this model.
-      model: the model on which it runs.
-      seed: seed of records and noise.
-
-    Returns:
-      The numbers of these stages.
-    """
-    return _stages_where(lambda *scale, **how: bool(scale) and bool((scale[0] > 1.01).any()), method, model, seed)
-
-
-def _stages_where(asked: Callable[..., bool], method: Method, model: Any, seed: int) -> set[int]:
-    """The stages with a sum of gradients for which `asked` is true of what the sum takes beside the clip."""
+    running, noticed = [0], Noticed(set(), set())
     if not any(query.kind is Kind.GRADIENT for stage in method.stages for query in stage.queries):
-        return set()
-    running, noticed = [0], set[int]()
+        return noticed
 
     def watched(s: int, stage: Stage) -> Stage:
         def compute(*args: Any) -> Tree:
@@ -498,8 +484,10 @@ def _stages_where(asked: Callable[..., bool], method: Method, model: Any, seed: 
     def total(
         name: str, inner: Callable[..., Tensor], theta: Tensor, shard: Shard, clip: float, *scale: Tensor, **how: Any
     ) -> Tensor:
-        if asked(*scale, **how):  # as the engines hand it on, however the rule asked for it
-            noticed.add(running[0])
+        if how.get("blend") is not None:  # as the engines hand it on, however the rule asked for it
+            noticed.blended.add(running[0])
+        if scale and bool((scale[0] > 1.01).any()):
+            noticed.scaled.add(running[0])
         return inner(theta, shard, clip, *scale, **how)
 
     watching = method._replace(stages=tuple(watched(s, stage) for s, stage in enumerate(method.stages)))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sordino.checks.contracts import TOLERANCE, apart, asks, engines, gaps, replay, unasked
 from sordino.checks.fixtures import claims
-from sordino.checks.mutants import MUTANTS, OF_MINIBATCHES, blended_stages, breaks, concerns, scaled_stages
+from sordino.checks.mutants import MUTANTS, OF_MINIBATCHES, breaks, concerns, noticed_stages
 from sordino.checks.search import REQUIRED_SHARE, Found, sensitivity
 from sordino.core import Adjacency, Method
 from sordino.privacy.participation import FULL
@@ -85,8 +85,9 @@ def rejecting(
 ) -> Iterator[Report]:
     """The reports of one model, and a problem for each adjacency under which one more mutant passes."""
     wrong, its_model = mutant(method, model)
+    every = range(sum(query.noise is not None for stage in wrong.stages for query in stage.queries))
     for report in reports_of(name, method, [model], trials, seed):
-        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed)
+        found = sensitivity(wrong, its_model, Adjacency(report.adjacency), trials=trials, seed=seed, rejects=every)
         missed = [] if all(each.beyond for each in found) else [missed_mutant("sensitivity", mutant)]
         problems = [*report.problems, *missed]
         yield report._replace(passed=not problems, problems=problems)
@@ -104,7 +105,7 @@ def searched(
         by_model += [search(method, model, seed=seed + again, further=True) for model in models]
     worst = [max(enumerate(results), key=lambda result: result[1].reached) for results in zip(*by_model, strict=True)]
     missed: list[list[str]] = [[] for _ in worst]
-    noticed = blended_stages(method, models[0], seed=seed), scaled_stages(method, models[0], seed=seed)
+    noticed = noticed_stages(method, models[0], seed=seed)
     mutants = MUTANTS["sensitivity"] if sampling == FULL else OF_MINIBATCHES
     for mutant in (mutant for mutant in mutants if breaks(mutant, method)):
         changed = [k for k, (_, found) in enumerate(worst) if concerns(mutant, found.query, *noticed)]

@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sordino.cli.run import read_keys
-from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, numbers, table
+from sordino.cli.show import (
+    add_device,
+    add_json,
+    bar,
+    check_json,
+    check_out,
+    command,
+    console,
+    emit,
+    numbers,
+    seed_count,
+    table,
+)
 from sordino.cli.sweep import add_keys, add_payment, check_device, check_payment
 from sordino.core import Privacy
 from sordino.errors import SordinoError
@@ -48,7 +60,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--seeds",
-        type=int,
+        type=seed_count,
         default=3,
         metavar="N",
         help="number of seeds; each changes partition and noise (default: 3)",

@@ -245,6 +245,7 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
         **{key: values[-1] if values else None for key, values in scores.items()},
         "metrics": lines[-1].get("metrics"),
         "useless": lines[-1].get("useless"),
+        "by_chance": lines[-1].get("by_chance", False),
         "evaluation": next((line for line in lines if line["what"] == "evaluation"), None),
         "seconds": seconds,
         "out": str(out),
@@ -289,7 +290,7 @@ def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     if document["evaluation"]:
         page.print(sentences.evaluation(document["evaluation"]), markup=False)
     if document["useless"]:
-        page.print(sentences.warning(document["useless"]), markup=False)
+        page.print(sentences.warning(document["useless"], document["by_chance"]), markup=False)
     page.print(f"{'files':<13}{out}: {out}/README.txt says which files may leave", markup=False)
 
 

@@ -87,6 +87,8 @@ class Parser(argparse.ArgumentParser):
         if wrong := re.fullmatch(r"argument (\S+): invalid (int|float) value: '(.*)'", message):
             kind = "a whole number" if wrong[2] == "int" else "a number"
             raise SordinoError(f"{wrong[1]}: '{wrong[3]}' must be {kind}.")
+        if wrong := re.fullmatch(r"argument (\S+): ('.*' must be .*)", message):
+            raise SordinoError(f"{wrong[1]}: {wrong[2]}")
         if wrong := re.fullmatch(r"argument (\S+): expected (one|at least one) argument", message):
             raise SordinoError(f"{wrong[1]}: a value is missing; {see}.")
         if wrong := re.fullmatch(r"argument (\S+): not allowed with argument (\S+)", message):
@@ -133,6 +135,19 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", metavar="FOLDER", help="of a transformer: what it was trained from (default: as private/ says)"
     )
+
+
+def seed_count(text: str) -> int:
+    """The value of --seeds: how many seeds there are. A list of seeds is refused with the number to write instead."""
+    if re.fullmatch(r"\d+(,\d+)+", text):
+        count = text.count(",") + 1
+        raise argparse.ArgumentTypeError(
+            f"'{text}' must be the number of seeds; for {count} of them write --seeds {count}."
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' must be a whole number.") from None
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.run import RUN_FLAGS, read_keys
-from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, table, terminable
+from sordino.cli.show import (
+    add_device,
+    add_json,
+    bar,
+    check_json,
+    check_out,
+    command,
+    console,
+    emit,
+    seed_count,
+    table,
+    terminable,
+)
 from sordino.errors import SordinoError
 
 PAY = ("no", "public", "count", "stopping")
@@ -47,7 +59,7 @@ def add(commands: Any) -> None:
         metavar="NAME",
         help="paper-coarse or paper-fine: the method's grid in the papers; steps: five step sizes around the default",
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="runs per setting (default: 1)")
+    parser.add_argument("--seeds", type=seed_count, default=1, metavar="N", help="runs per setting (default: 1)")
     parser.add_argument("--metric", metavar="NAME", help=METRIC_HELP)
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")
     parser.add_argument("--trials", type=int, default=64, metavar="N", help="number of Optuna trials (default: 64)")

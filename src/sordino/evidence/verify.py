@@ -275,6 +275,11 @@ def _right_guess(releases: Sequence[Mapping[str, Any]], delta: float, adjacency:
     not computed for allocation (0): the epsilons of an epoch's profile are chosen for small deltas.
     """
     steps = tuple(step for step in map(Step.of, releases) if step.moved and step.times)
+    return _guessed(steps, delta, adjacency)
+
+
+@lru_cache(256)  # as of `_accounted`
+def _guessed(steps: tuple[Step, ...], delta: float, adjacency: Adjacency) -> float:
     if any(step.rate < 1 and step.sampler is Sampler.ALLOCATION for step in steps):
         return 0.0
     if any(step.std == 0 for step in steps):

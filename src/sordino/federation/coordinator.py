@@ -455,8 +455,11 @@ class Coordinator:
         constant = of_constant(task, y.numpy() * self._unit if task is Task.COUNTS else y.numpy())
         return {"metrics": {**whole, "constant": constant, "records": len(y)}}
 
-    def _useless(self, data: Dataset, model: Tensor) -> dict[str, str]:
-        """Why the coordinator's test records do not show that the model is better than a constant guess; else empty."""
+    def _useless(self, data: Dataset, model: Tensor) -> dict[str, Any]:
+        """Why the coordinator's test records do not show that the model is better than a constant guess; else empty.
+
+        `by_chance` is there if it is better on these records, but no more than by chance.
+        """
         if self._test is None:
             return {}
         x, y = self._test
@@ -464,8 +467,10 @@ class Coordinator:
             return {}
         data = data._replace(y_test=y.numpy(), person_test=None)
         scores = scores_to_compare(self.model, model, x, y, unit=self._unit)
-        why = no_better(data, scores) or hardly_better(data, scores)
-        return {"useless": why} if why else {}
+        if why := no_better(data, scores):
+            return {"useless": why}
+        chance = hardly_better(data, scores)
+        return {"useless": chance, "by_chance": True} if chance else {}
 
 
 def _safe(value: Any) -> Any:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from sordino.training.survival import BY_CHANCE
-
 
 def score(line: dict[str, Any]) -> str:
     """How good the model is after a round, what it cost, and how many sites answered."""
@@ -99,7 +97,7 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
         case "evaluation":
             return evaluation(line)
         case "finished":
-            why = f". {warning(line['useless'])}" if "useless" in line else ""
+            why = f". {warning(line['useless'], line.get('by_chance', False))}" if "useless" in line else ""
             why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
             why += f". WARNING: {line['rough']}" if "rough" in line else ""
             return f"finished: ε = {line['epsilon']:.4g}, {count(len(line['sites']), 'site')}{why}"
@@ -108,9 +106,14 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
     return str(what)
 
 
-def warning(why: str) -> str:
-    """What a useless model means, and what helps."""
-    shown = "not shown to be better" if BY_CHANCE in why else "no better"
+def warning(why: str, by_chance: bool) -> str:
+    """What a useless model means, and what helps.
+
+    Args:
+      why: what was compared.
+      by_chance: the model is better than a constant guess on these records, but no more than by chance.
+    """
+    shown = "not shown to be better" if by_chance else "no better"
     return (
         f"WARNING: the model is {shown} than a constant guess: {why}. The noise may exceed the signal, or features "
         "differ in scale: scale the files at the sites by public figures, or try normalize=l2 or a larger epsilon. "

@@ -207,6 +207,7 @@ class Tape:
         self._cast: tuple[Tensor | None, Tensor | None] = None, None
         self._nothing: dict[torch.dtype, Tensor] = {}
         self.traced = get_proxy_mode() is not None  # the pass is traced, to be compiled
+        self.module: nn.Module | None = None  # of the pass
 
     def nothing(self, kind: torch.dtype) -> Tensor:
         """The first argument of a product with beta = 0, which does not read it."""
@@ -241,14 +242,25 @@ class Tape:
 
         def back(g: Tensor) -> None:
             if a._version != version:
-                raise SordinoError(
-                    f"module: the input of {part} is overwritten in place; use an operation that returns a new tensor."
-                )
+                raise SordinoError(self._overwritten(part))
             self.report(part, a, g.detach())
 
         if not out.requires_grad:
             self.leaves.append(out.requires_grad_())
         out.register_hook(back)  # type: ignore[no-untyped-call]
+
+    def _overwritten(self, part: nn.Module) -> str:
+        """Why the input of a layer is not what it was."""
+        wholes = [each for each in self.module.modules() if compiled(each)] if self.module is not None else []
+        inside = next((each for each in wholes if part in set(each.modules())), None)
+        if inside is not None:
+            kind = type(getattr(inside, "_orig_mod", inside)).__name__
+            return (
+                f"module: torch.compile lets {kind} reuse the memory of what {part} reads, which gradients of single "
+                "examples need afterwards; pass the module without torch.compile. On a GPU, "
+                "TorchModel(…, compile=True) compiles the passes."
+            )
+        return f"module: the input of {part} is overwritten in place; use an operation that returns a new tensor."
 
     def halve(self, part: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Convert a layer's input to the type of autocast, once for all layers that read it, as the layer would."""
@@ -262,7 +274,7 @@ class Tape:
         parts = [part for part in self.names if type(part) in RULES and not getattr(part, "taped", False)]
         handles: list[Any] = [part.register_forward_hook(self.hook, with_kwargs=True) for part in parts]
         handles += [part.register_forward_pre_hook(self.halve) for part in parts if RULES[type(part)] in (linear, conv)]
-        before, _running.tape = tape(), self
+        before, _running.tape, self.module = tape(), self, module
         try:
             with torch.enable_grad():
                 return loss(module(x), y)
@@ -281,6 +293,11 @@ class Tape:
             for (part, key, name, _), g in zip(self.spread, found, strict=True):
                 if g is not None:
                     self.visit(Use(part, {key: name}, g, g, False, done=True))
+
+
+def compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made the module, or was called on it in place."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 _running = threading.local()

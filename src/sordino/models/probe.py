@@ -32,6 +32,11 @@ SHARES = (
     "that serves all records, or has another axis before that of records. Freeze it, or leave it out of the targets of "
     "the adapters."
 )
+READ = (
+    "module: something else than the call of its layer reads {}, as in functional.linear(x, layer.weight), and "
+    "gradients of single examples would miss that. Call the layer itself, freeze the parameter, or leave check=False "
+    "out: torch.func then serves the module where it can."
+)
 
 
 class FlatModel(Protocol):
@@ -243,7 +248,7 @@ def check_apart(model: FlatModel) -> None:
         raise SordinoError(MEETS.format(_where(model, rows, run)))
 
 
-def check_terms(model: FlatModel, owned: Owned) -> None:
+def check_terms(model: FlatModel, owned: Owned, reads: bool = False) -> None:
     """Refuse a module whose gradient of one row, as its rules compute it, depends on other rows.
 
     Outputs that do not depend on other rows are not enough: a layer may read a table that serves all rows, or have its
@@ -253,9 +258,12 @@ def check_terms(model: FlatModel, owned: Owned) -> None:
     Args:
       model: the model.
       owned: the modules that own trained parameters.
+      reads: whether the sum over the rows is compared with that of autograd, too, which sees all that reads a
+        parameter. Rules see the calls of layers alone. `agrees` compares more exactly, in float64.
 
     Raises:
-      SordinoError: a gradient of one row changes with other rows, with the layer whose gradient does.
+      SordinoError: a gradient of one row changes with other rows, with the layer whose gradient does; or something else
+        than the call of its layer reads a parameter.
     """
     first = next(iter(model.trained.values()))
     start = torch.cat([p.detach().flatten() for p in model.trained.values()])
@@ -272,6 +280,15 @@ def check_terms(model: FlatModel, owned: Owned) -> None:
             with torch.no_grad():
                 labels = _labels(model, functional_call(model.module, params, (model.shaped(rows),)), first)
             before = gradients(rows)
+            if reads:
+                loose = LOOSE if model.autocast is None else LOOSE_HALVES
+                leaves = {name: part.detach().requires_grad_() for name, part in params.items()}
+                returned = functional_call(model.module, leaves, (model.shaped(rows),))
+                whole = torch.autograd.grad(
+                    model.objective.total(returned, labels), list(leaves.values()), allow_unused=True
+                )
+                if name := _missed(dict(zip(leaves, whole, strict=True)), before, None if model.random else loose):
+                    raise SordinoError(READ.format(name))
             again = gradients(rows)
             steady = all(torch.equal(part.nan_to_num(), again[name].nan_to_num()) for name, part in before.items())
             for keep, mix in _mixes(rows):
@@ -289,6 +306,24 @@ def check_terms(model: FlatModel, owned: Owned) -> None:
         ) from error
     finally:
         model.module.train(training)
+
+
+def _missed(whole: dict[str, Tensor | None], each: dict[str, Tensor], loose: float | None) -> str:
+    """The first parameter whose gradient no row has, or the sum over rows misses by more than this share; else empty.
+
+    None if sums are not compared: adapters draw their masks in another way than a plain pass does.
+    """
+    known = {name: part.detach().float() for name, part in whole.items() if part is not None}
+    largest = max((float(part.norm()) for part in known.values()), default=0.0)
+    for name, part in known.items():
+        if name not in each and part.any():
+            return name
+        if name not in each or loose is None:
+            continue
+        off = float((each[name].sum(0).float().view_as(part) - part).norm())
+        if off > loose * (float(part.norm()) + loose * largest):
+            return name
+    return ""
 
 
 def _labels(model: FlatModel, outputs: Any, like: Tensor) -> Tensor:

@@ -186,7 +186,7 @@ class TorchModel:
         if check and not probe.agrees(self):
             self._fall_back(mode, odd)
         if self.mode != "vmap":
-            probe.check_terms(self, owned)
+            probe.check_terms(self, owned, reads=not check)
         if self.mode == "vmap" and autocast is not None and not self._serves_half(first):
             raise SordinoError(
                 f"autocast: torch.func ('vmap') cannot compute gradients in {str(autocast).removeprefix('torch.')} of "

@@ -472,8 +472,21 @@ def least_squares(noise: Correlated) -> Correlated:
     return Correlated(*_lower(noise.encoder.T @ noise.encoder))
 
 
+class _Restarting(Structured, ABC):
+    """The noise of trees, one after another: a new one starts after `restart` rounds."""
+
+    restart: int
+
+    def __post_init__(self) -> None:
+        _sizes(self.rounds, self.restart)
+
+    @property
+    def separate(self) -> bool:
+        return self.rounds == 1 or self.restart == 1
+
+
 @dataclass(frozen=True)
-class EfficientTree(Structured):
+class EfficientTree(_Restarting):
     """`least_squares` of `tree`. What it costs is a sum over nodes: no matrix is inverted or multiplied.
 
     Args:
@@ -490,13 +503,6 @@ class EfficientTree(Structured):
     """
 
     restart: int = 0
-
-    def __post_init__(self) -> None:
-        _sizes(self.rounds, self.restart)
-
-    @property
-    def separate(self) -> bool:
-        return self.rounds == 1 or self.restart == 1
 
     def sensitivity(self, rounds: np.ndarray) -> float:
         """As `Correlated.sensitivity`: a node adds the square of the number of its rounds."""
@@ -571,7 +577,7 @@ class EfficientTree(Structured):
 
 
 @dataclass(frozen=True)
-class NodeTree(Structured):
+class NodeTree(_Restarting):
     """The noise of `tree` with as many draws as rounds: release t carries the estimate of the node that ends with it.
 
     Of a tree, only nodes that end a running sum are seen: one per round, the largest that ends with it. Their estimates
@@ -594,13 +600,6 @@ class NodeTree(Structured):
 
     honaker: bool = True
     restart: int = 0
-
-    def __post_init__(self) -> None:
-        _sizes(self.rounds, self.restart)
-
-    @property
-    def separate(self) -> bool:
-        return self.rounds == 1 or self.restart == 1
 
     def sensitivity(self, rounds: np.ndarray) -> float:
         return float(np.linalg.norm(self._encoded(_indicator(self.rounds, rounds))))
