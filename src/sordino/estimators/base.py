@@ -17,6 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from sordino.core import Tree, Unit
+from sordino.data.arrays import unit_numbers
 from sordino.data.identity import arrays_digest, frame_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.schema import Schema
@@ -167,7 +168,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             site = table.site if groups is None else entries(groups, records)
             who = table.person if persons is None else entries(persons, records, "persons")
             x, (labels, classes) = preprocess(table.x, None, scaling) if scaled else table.x, table.labels
-            number = None if who is None else np.unique(who, return_inverse=True)[1]
+            number = None if who is None else unit_numbers(who)
             names = () if classes is None else tuple(map(str, classes))
             described = resolved.source.schema
             data = Dataset("given", x, labels, x[:0], labels[:0], site, names, table.features, None, described, number)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.data.arrays import unit_numbers
 from sordino.data.identity import records_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
@@ -140,7 +141,7 @@ def prepare(
     privacy = Privacy(*promised, person_records=person_records, **of_persons)  # type: ignore[arg-type]
     noise = source(seed)
     if who is not None:
-        who = np.unique(who, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        who = unit_numbers(who)
         if person_ids == "global":
             check_person_clients(sites, who, person_clients)
     records = Records.of(

@@ -459,8 +459,9 @@ class ResolvedSpec:
         """The client of every training record."""
         from sordino.data.records import check_person_clients
 
-        by_person = self.privacy.unit is Unit.PERSON
-        client = split(dataset, self.partition, self.clients, seed=self.source.split_seed, by_person=by_person)
+        by_person, by_client = self.privacy.unit is Unit.PERSON, self.privacy.unit is Unit.CLIENT
+        units = {"by_person": by_person, "by_client": by_client}
+        client = split(dataset, self.partition, self.clients, seed=self.source.split_seed, **units)
         if dataset.person is not None and by_person and self.source.person_ids == "global":
             check_person_clients(client, dataset.person, self.privacy.person_clients)
         return client
