@@ -45,7 +45,7 @@ from sordino.privacy import spending
 from sordino.training.evaluate import predictions
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.run import PreparedRun, after_count, count, life_table, prepare_resolved
-from sordino.training.shared_ledger import join
+from sordino.training.shared_ledger import grouping, join
 from sordino.training.spec import Spec
 from sordino.version import __version__
 
@@ -180,7 +180,9 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         run = prepare_resolved(resolved, dataset(table, resolved), unscaled)
         searched, steps = self._warn_of_a_search(), self._warn_of_steps()
         doubts = [doubt(steps)] if steps else []
-        self._pay(run, table.digest, searched, doubts)
+        given = {Unit.PERSON: persons, Unit.CLIENT: groups}.get(resolved.privacy.unit)
+        units = resolved.unit_column.encode() if given is None else grouping(unit_numbers(entries(given, records)))
+        self._pay(run, table.digest, units, searched, doubts)
 
         history: list[dict[str, Any]] = []
         checkpoint: Tree = ()
@@ -329,7 +331,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             raise SordinoError("groups: at client level, fit needs the client of every record; pass groups.")
         return resolved
 
-    def _pay(self, run: PreparedRun, digest: bytes, searched: bool, doubts: list[str]) -> None:
+    def _pay(self, run: PreparedRun, digest: bytes, units: bytes, searched: bool, doubts: list[str]) -> None:
         """Charge the ledger, where there is one, before anything is released."""
         if self.ledger is None:
             if self.limit is not None:
@@ -341,7 +343,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
                 "set ledger=None in a search."
             )
         reasons = certificate(run.plan, run.source, version=__version__, doubts=doubts)["reasons"]
-        shared = join(run.plan, self.ledger, plain(self.limit), data=digest, reasons=reasons)
+        shared = join(run.plan, self.ledger, plain(self.limit), data=digest, units=units, reasons=reasons)
         shared.charge(f"fit {secrets.token_hex(16)}")
 
     def _assumes(self, resolved: ResolvedSpec, schema: Schema | None, unpaid: bool) -> list[str]:

@@ -61,6 +61,7 @@ class PreparedEvaluation:
     names: tuple[str, ...]
     model_sha256: str
     data: str  # the file of the test records
+    units: str  # the column that says whom a record is about, as in `ResolvedSpec.unit_column`
 
     @property
     def assumptions(self) -> list[str]:
@@ -168,6 +169,7 @@ def prepare(
         names=names,
         model_sha256=sha256(file),
         data=str(data),
+        units="" if who is None else f"{person if run.schema is None else run.schema.person} {person_ids}",
     )
 
 
@@ -181,7 +183,8 @@ def join_ledger(prepared: PreparedEvaluation, path: str | Path, limit: float | N
     cert = certificate(prepared.plan, prepared.source, version=__version__)
     schema = prepared.run.schema
     digest = records_digest(prepared.data, dialect=None if schema is None else schema.dialect)
-    return shared_ledger.join(prepared.plan, path, limit, data=digest, reasons=cert["reasons"])
+    units = prepared.units.encode()
+    return shared_ledger.join(prepared.plan, path, limit, data=digest, units=units, reasons=cert["reasons"])
 
 
 def evaluate_into(
