@@ -165,7 +165,7 @@ def _of_persons(dataset: Dataset, how: Partition, clients: int | None, seed: int
     index = by_appearance(dataset.person)
     _, first = np.unique(index, return_index=True)
     persons = dataset._replace(y_train=dataset.y_train[first], person=None, site=None)
-    return split(persons, how, clients, seed=seed)[index]
+    return np.asarray(split(persons, how, clients, seed=seed)[index])
 
 
 def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:

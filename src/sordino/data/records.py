@@ -272,6 +272,12 @@ class Records:
         starts = np.concatenate([[0], np.cumsum(counts)])
         return Records(x.to(here), y.to(here), starts, weight=None if factor is None else factor.to(here))
 
+    @staticmethod
+    def absent(features: int, labels: torch.dtype, dtype: torch.dtype, per_person: int = 1) -> Records:
+        """One client with one unit that holds no record: sums over it are zero, whatever is asked."""
+        x, filled = torch.zeros(per_person, features, dtype=dtype), torch.zeros(per_person, dtype=torch.bool)
+        return Records(x, torch.zeros(per_person, dtype=labels), np.array([0, per_person]), filled, per_person)
+
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""
         features, classes = getattr(model, "features", None), getattr(model, "outputs", None)

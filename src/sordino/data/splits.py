@@ -39,7 +39,7 @@ def by_appearance(values: np.ndarray) -> np.ndarray:
     _, first, index = np.unique(values, return_index=True, return_inverse=True)
     rank = np.empty(len(first), np.int64)
     rank[np.argsort(first)] = np.arange(len(first))
-    return rank[index.reshape(-1)]
+    return np.asarray(rank[index.reshape(-1)])
 
 
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def hold_out_persons(whose: np.ndarray, person: np.ndarray, fraction: float, rng
     """
     index = by_appearance(person)
     _, first = np.unique(index, return_index=True)
-    return hold_out(whose[first], fraction, rng)[index]
+    return np.asarray(hold_out(whose[first], fraction, rng)[index])
 
 
 def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
