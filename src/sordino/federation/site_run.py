@@ -220,6 +220,7 @@ class SiteRun:
             per_person=privacy.person_records,
             choose=record_choice(self._chooser(), privacy),
             dtype=self.terms.number,
+            copy=False,
         )
         records.check_unit(privacy)
         return OwnRecords(self.mine, records)

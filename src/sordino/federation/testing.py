@@ -176,6 +176,7 @@ class OneClient:
             per_person=privacy.person_records,
             choose=record_choice(source, privacy),
             dtype=number,
+            copy=False,
         )
         records.check_unit(privacy)
         return OneClient(mine, records)

@@ -153,6 +153,7 @@ def prepare(
         per_person=person_records,
         choose=record_choice(noise, privacy),
         dtype=run.theta.dtype,
+        copy=False,
     )
     intervals = len(run.edges)
     bins = choose_bins(task, records.sizes, privacy, threshold, intervals) if bins is None else bins

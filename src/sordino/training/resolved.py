@@ -491,6 +491,7 @@ class ResolvedSpec:
             weight=dataset.weight,
             dtype=self.dtype,
             device=self.device,
+            copy=False,
         )
 
     # --------------------------------------------------------------------------------------- for certificate and files
