@@ -164,6 +164,7 @@ class Privacy:
 
     def __post_init__(self) -> None:
         check_known("person_choice", self.person_choice, PERSON_CHOICES)
+        object.__setattr__(self, "client_epsilon", dict(self.client_epsilon))  # the caller may go on with the other
         for name, kind in (("unit", Unit), ("adjacency", Adjacency), ("trust", Trust)):
             value = str(getattr(self, name))
             check_known(name, value, list(kind))
@@ -565,6 +566,7 @@ class Clipping:
 
     def __post_init__(self) -> None:
         check_known("clipping", self.law, CLIPPING_LAWS)
+        object.__setattr__(self, "layers", tuple(self.layers))
         if self.layers and (self.law != "per-layer" or not 0 < max(self.layers) <= MOST_LAYER_RATIO * min(self.layers)):
             raise SordinoError(
                 f"clipping: {self} must list one positive number per layer, the largest at most {MOST_LAYER_RATIO:g} "

@@ -5,12 +5,15 @@ import pytest
 import torch
 
 from sordino import Dataset, Privacy, split
+from sordino.data.arrays import unit_numbers
 from sordino.data.records import Lazy, Records, check_person_clients, person_rows, rows_of
 from sordino.data.sources import load
 from sordino.data.splits import generator, hold_out_persons
 from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.random import Secure, Seeded
+from sordino.training.run import prepare
+from sordino.training.spec import Spec
 
 CLIENT = np.array([1, 0, 0, 1, 0, 1, 0, -1])
 PERSON = np.array([5, 7, 2, 5, 7, 9, 7, 7])
@@ -165,3 +168,60 @@ def test_other_wrong_persons(tmp_path):
         Privacy(person_clients=2)
     with pytest.raises(SordinoError, match=r"^client_epsilon: a person may be at several clients"):
         Privacy(unit="person", person_clients=2, client_epsilon={0: 0.5})
+
+
+def renamed(tmp_path, old, new, **settings):
+    """The runs that are prepared from a table, and from the one in which one unit has another name."""
+    numbers = np.random.default_rng(0).normal(size=80).tolist()
+    names = np.repeat([f"n{k:02d}" for k in range(40)], 2)
+    prepared = []
+    for who in (names, np.where(names == old, new, names)):
+        rows = [f"{a!r},{int(a > 0)},{name}" for a, name in zip(numbers, who, strict=True)]
+        path = write(tmp_path / f"{len(prepared)}.csv", "\n".join(["a,label,who", *rows, ""]))
+        prepared.append(prepare(Spec.of({"data": path, "rounds": 2, "method": "dp-fedgd", **settings})))
+    return prepared
+
+
+@pytest.mark.parametrize("new", ["a", "n200", "zz"])
+def test_the_name_of_a_person_decides_nothing_about_others(tmp_path, new):
+    one, two = renamed(tmp_path, "n07", new, person="who", clients=4)
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+    assert torch.equal(one.records.x, two.records.x)
+
+
+@pytest.mark.parametrize("new", ["a", "n200", "zz"])
+def test_the_name_of_a_client_decides_nothing_about_others_where_it_is_hidden(tmp_path, new):
+    one, two = renamed(tmp_path, "n07", new, partition="by-column:who", unit="client")
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+    assert torch.equal(one.records.x, two.records.x)
+
+
+@pytest.mark.parametrize(
+    "spellings",
+    [
+        ["p1", "P1", " p1\t", "p\u200b1", "\ufeffp1", "\uff50\uff11"],
+        ["7", "007", "7.0", "+7"],
+        ["Mu\u0308ller", "M\u00fcller", "MÜLLER"],
+    ],
+)
+def test_spellings_of_a_name_are_one_person(spellings):
+    assert unit_numbers(np.array(["other", *spellings])).tolist() == [0, *[1] * len(spellings)]
+
+
+def test_other_names_are_other_persons():
+    assert unit_numbers(np.array(["b", "a", "12e5", "1200000", "0", "", "a1"])).tolist() == [0, 1, 2, 3, 4, 5, 6]
+    assert unit_numbers(np.array([9, 2, 9, -2])).tolist() == [0, 1, 0, 2]
+
+
+def test_a_client_spelt_in_two_ways_is_one_where_clients_are_protected(tmp_path):
+    rows = [f"{k / 40},{k % 2},{'Ward' if k % 4 < 2 else ' ward'} {k // 8}" for k in range(80)]
+    path = write(tmp_path / "t.csv", "\n".join(["a,label,who", *rows, ""]))
+    asked = {"data": path, "rounds": 2, "method": "dp-fedgd", "unit": "client", "partition": "by-column:who"}
+    assert prepare(Spec.of(asked)).plan.clients == 8, "of 10 clients, 2 are for testing"
+
+
+def test_a_person_spelt_in_two_ways_is_one_unit_of_a_run(tmp_path):
+    rows = [f"{k / 40},{k % 2},{'P' if k % 4 < 2 else ' p'}{k // 4:03d}" for k in range(80)]
+    path = write(tmp_path / "t.csv", "\n".join(["a,label,who", *rows, ""]))
+    run = prepare(Spec.of({"data": str(path), "rounds": 2, "method": "dp-fedgd", "person": "who", "clients": 4}))
+    assert sum(run.plan.sizes) == 16, "of 20 persons, 4 are for testing"

@@ -15,7 +15,7 @@ from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
 from sordino.models.linear import Linear
-from sordino.privacy.mechanisms.random import Seeded
+from sordino.privacy.mechanisms.random import Seeded, source
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from tests.support import covering, tiers
@@ -334,3 +334,43 @@ def test_clients_of_equal_size_are_a_view_and_others_are_padded():
     ((_, padded),) = Records.of(x, y, np.repeat([0, 1, 2], [4, 5, 3])).buckets(np.array([0, 2]))
     assert padded.mask.sum(-1).tolist() == [4, 3]
     assert padded.x[1, 3].tolist() == [0, 0, 0]
+
+
+def test_what_the_caller_does_to_the_arrays_does_not_change_the_records():
+    x, y, weight = np.ones((4, 2), np.float32), np.array([0, 1, 0, 1]), np.ones(4)
+    held, shared = (
+        Records.of(x, y, np.array([0, 0, 1, 1]), weight=weight),
+        Records.of(x, y, np.zeros(4, int), copy=False),
+    )
+    x *= 30
+    y += 7
+    weight *= 20
+    assert held.x.max() == held.weight.max() == held.y.max() == 1
+    assert shared.x.max() == 30
+
+
+@pytest.mark.parametrize("engine", [reference.run, simulate.run])
+def test_records_that_are_changed_in_place_are_refused(engine):
+    """The norms by which gradients are clipped are of before; a record would move the sum by 30 clips and more."""
+
+    def held():
+        return Records.of(np.ones((4, 2)), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
+
+    plan = Plan(build("dp-fedgd"), 3, (2, 2), Privacy(8.0))
+    records = held()
+    records.x.mul_(30)
+    with pytest.raises(SordinoError, match="changed in place"):
+        next(engine(plan, Linear(2, 2), records, source(None)))
+    records = held()
+    rounds = engine(plan, Linear(2, 2), records, source(None))
+    next(rounds)
+    records.y.add_(1)
+    with pytest.raises(SordinoError, match="changed in place"):
+        next(rounds)
+
+
+def test_weights_are_checked_however_records_are_built():
+    records = Records.of(np.ones((4, 2)), np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1]))
+    for wrong in (20.0, -1.0, float("nan")):
+        with pytest.raises(SordinoError, match=r"^weight: a weight is not in \[0, 1\]"):
+            replace(records, weight=torch.full((4,), wrong))

@@ -46,11 +46,14 @@ def moved(model, weight):
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda m: str(m.kind))
-def test_a_weighted_record_stays_within_its_clip(model):
+def test_a_weighted_record_stays_within_its_clip(model, monkeypatch):
     weight = table(12)[3]
     for k, norms in enumerate(moved(model, weight)):
         assert max(norms) <= CLIP * weight[k] * (1 + 1e-9)
-    # The mutant: a weight above 1 carries a record out of its clip. `Records.of` refuses it.
+    with pytest.raises(SordinoError, match=r"a weight is not in \[0, 1\]"):
+        list(moved(model, 2 * weight))
+    # The mutant: a weight above 1 carries a record out of its clip.
+    monkeypatch.setattr("sordino.data.records._check_weights", lambda weight: None)
     assert max(max(norms) for norms in moved(model, 2 * weight)) > 1.2 * CLIP
 
 

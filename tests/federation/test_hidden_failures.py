@@ -1,5 +1,7 @@
 """A site whose computation fails sends noise around zero: the reply looks as any other, and does not depend on data."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -7,6 +9,8 @@ from sordino import wire
 from sordino.errors import SordinoError
 from sordino.federation import site_run
 from sordino.federation.site_run import SiteRun
+from sordino.federation.testing import AgreedEvaluation
+from tests.federation.test_tables import NAMES, configure, tables, with_persons
 
 FOUR = tuple("abcd")
 
@@ -81,12 +85,23 @@ def test_under_masks_the_sum_opens(tiny, failing):
     assert not federation.progress("refused")
 
 
-def test_persons_still_say_failed(tiny, talk, failing, monkeypatch):
-    """Nothing is proved for weights of persons' records, so noise alone cannot be made in this way."""
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+def test_of_persons(tiny, talk, failing, trust):
+    """As one person without records."""
+    federation = tables(tiny("dp-fedgd", trust, normalize="table:2", person_records=3, rounds=1))
+    with_persons(federation)
+    failing()
+    federation.run()
+    assert not federation.progress("refused")
+    assert federation.progress("round")[0]["came"] == list(NAMES)
+    assert "noise alone was sent" in str(federation.events("north"))
+
+
+def test_a_failure_to_send_noise_is_told(tiny, talk, failing, monkeypatch):
     federation = tiny("dp-fedgd", names=FOUR)
 
     def refused(*_):
-        raise SordinoError("weight: nothing is proved for weights of the records of a person; leave them out.")
+        raise SordinoError("no noise")
 
     failing()
     monkeypatch.setattr(SiteRun, "compute_nothing", refused)
@@ -94,3 +109,28 @@ def test_persons_still_say_failed(tiny, talk, failing, monkeypatch):
     assert (reply.kind, reply.fields["code"]) == ("refused", "failed")
     assert [t for _, t in federation.charged("a")] == [0]
     assert wire.decode(wire.encode("x", reply.fields)).fields == reply.fields
+
+
+@pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
+@pytest.mark.parametrize("persons", [False, True])
+def test_of_an_evaluation(tiny, monkeypatch, trust, persons):
+    """The counts of a site that fails are noise around zero, and no word of a failure leaves it."""
+    made = tiny("dp-fedgd", trust, normalize="table:2", rounds=1, **({"person_records": 2} if persons else {}))
+    federation = tables(made)
+    if persons:
+        with_persons(federation)
+    path = federation.coordinator / "federation.toml"
+    path.write_text("evaluation_epsilon = 20.0\n" + path.read_text())
+    for name in NAMES:
+        configure(federation, name, evaluation_epsilon=30.0)
+
+    def failed(*_):
+        raise SordinoError("records of one site")
+
+    monkeypatch.setattr(AgreedEvaluation, "answer", failed)
+    federation.run()
+    assert not federation.progress("refused")
+    found = json.loads((federation.coordinator / "run" / "evaluation" / "evaluation.json").read_text())
+    counts = np.abs(found["tally"])
+    assert 0 < counts.max() < 0.9, "noise alone: there is one share above it, that of all records, where they count"
+    assert "noise alone was sent" in str(federation.events("north"))

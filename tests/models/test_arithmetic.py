@@ -255,18 +255,6 @@ def test_many_chunks_are_added_in_two_levels(monkeypatch):
 # ---------------------------------------------------------------------------------------------- settings of a process
 
 
-class Watching(nn.Module):
-    """Notes the settings that its forward pass meets."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.seen = nn.Linear(64, 2), []
-
-    def forward(self, x):
-        self.seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
-        return self.layer(x)
-
-
 def settings():
     matmul, names = torch.backends.cuda.matmul, ("bf16_reduced_precision_reduction", "fp16_reduced_precision_reduction")
     newer = [torch.backends.mkldnn.matmul.fp32_precision, matmul.fp32_precision] if arithmetic._OWNERS else []
@@ -277,21 +265,25 @@ def settings():
 @pytest.mark.parametrize("mode", ["tape", "two-pass", "vmap"])
 def test_settings_of_the_process_do_not_matter(precision, mode):
     torch.manual_seed(0)
-    module = Watching()
-    flat = TorchModel(module, shape=(64,), mode=mode)
+    flat, seen = TorchModel(nn.Sequential(nn.Linear(64, 2)), shape=(64,), mode=mode), []
+
+    def watched(*_):  # only now: a module that notes anything while it is checked is refused
+        seen.append((torch.get_float32_matmul_precision(), torch.is_autocast_enabled("cpu")))
+
+    flat.module.register_forward_pre_hook(watched)
     x, y, theta = torch.randn(64, 64), torch.randint(0, 2, (64,)), flat.init()
     shard = Shard(x, y, torch.ones(64))
 
     def results():
-        flat.module.seen.clear()
+        seen.clear()
         found = (
             flat.clipped_sum(theta, shard, 0.1),
             flat.clipped_sum(theta, shard, 0.1, torch.ones_like(theta)),
             flat.fisher_sum(theta, shard, 0.1),
             flat.count_sum(theta, shard, torch.ones_like(theta)),
         )
-        assert flat.module.seen
-        assert set(flat.module.seen) == {("highest", False)}
+        assert seen
+        assert set(seen) == {("highest", False)}
         return found
 
     want, default = results(), settings()

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from sordino.core import (
     SAFETY,
     Adjacency,
+    Clipping,
     Correlated,
     Divisor,
     Kind,
@@ -821,3 +822,15 @@ def test_numbers_of_numpy_and_a_tiny_delta_without_samples_are_fine():
     whole = Privacy(delta=1e-300, unit=Unit.CLIENT, trust=Trust.TRUSTED_SERVER)
     with pytest.raises(SordinoError, match="delta: 1e-300 must be at least 1e-200 where records or clients are drawn"):
         Plan(build("dp-fedgd", "client"), 5, (100, 80), whole, participation="fixed:1")
+
+
+def test_what_the_caller_goes_on_to_change_does_not_change_a_plan():
+    """Noise is calibrated once: with one record in place of 100, it hid a seventieth of what the account says."""
+    sizes, requests, layers = [100, 100], {0: 0.5}, [1.0, 2.0]
+    plan = Plan(build("dp-fedgd"), 3, sizes, Privacy(1.0, client_epsilon=requests))
+    clipping = Clipping("per-layer", layers)
+    sizes[0], requests[0], layers[0] = 1, 0.9, 100.0
+    assert plan.sizes == (100, 100)
+    assert plan.privacy.client_epsilon == {0: 0.5}
+    assert clipping.layers == (1.0, 2.0)
+    assert Plan(build("dp-fedgd"), 3, np.array([5, 6]), Privacy(1.0)).sizes == (5, 6)

@@ -289,6 +289,49 @@ def test_units_and_adjacencies_do_not_add_up(data, tmp_path, capsys):
     assert "under replace-one, which do not add up" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("unit", ["person", "client"])
+def test_other_persons_and_clients_of_the_same_data_do_not_add_up(tmp_path, unit, capsys):
+    """A patient has four visits: what runs spend that protect visits is not what they spend of a patient."""
+    rng, table = np.random.default_rng(0), tmp_path / "t.csv"
+    rows = [f"{x!r},{int(x > 0)},p{k // 8},v{k // 4}" for k, x in enumerate(rng.normal(size=240).tolist())]
+    table.write_text("\n".join(["x,label,patient,visit", *rows, ""]))
+
+    def run_by(column, out):
+        other = {"patient": "visit", "visit": "patient"}[column]
+        kept = tmp_path / f"{column}.toml"
+        kept.write_text(
+            f'{"person" if unit == "person" else "client"} = "{column}"\n[target]\ncolumn = "label"\n'
+            f'levels = ["0", "1"]\n[columns.x]\ntype = "number"\nrange = [-3, 3]\n[columns.{other}]\ntype = "drop"\n'
+        )
+        book = ["--ledger", str(tmp_path / "mine.db"), "--limit", "3"]
+        clients = [] if unit == "client" else ["--clients", "2"]
+        spec = ["--data", str(table), "--schema", str(kept), "--unit", unit, "--method", "dp-fedgd", "--rounds", "2"]
+        return main(["run", *spec, *clients, "--epsilon", "1", *book, "--out", str(tmp_path / out)])
+
+    assert run_by("patient", "one") == 0
+    assert run_by("visit", "two") == 2
+    assert f"counts other {unit}s of these data" in capsys.readouterr().err
+    assert run_by("patient", "three") == 0
+    (account,) = shown(tmp_path)["accounts"]
+    assert account["runs"] == 2
+
+
+def test_groups_that_are_given_as_numbers_are_told_apart(tmp_path):
+    plan = Plan(build("dp-fedgd", unit="person"), 2, (10, 10), Privacy(1.0, unit="person"))
+    data = hashlib.sha256(b"x").digest()
+    whom = shared_ledger.grouping(np.array([0, 0, 1]))
+    assert whom == shared_ledger.grouping(np.array([0, 0, 1], np.int32)) != shared_ledger.grouping(np.array([0, 1, 2]))
+    before = shared_ledger.join(plan, tmp_path / "old.db", data=data)  # a ledger of before does not say whom
+    before.charge("a run")
+    assert shared_ledger.join(plan, tmp_path / "old.db", data=data, units=whom).who == before.who
+    now = shared_ledger.join(plan, tmp_path / "new.db", data=data, units=whom)
+    now.charge("a run")
+    assert shared_ledger.join(plan, tmp_path / "new.db", data=data, units=whom).who == now.who
+    for other in (b"visit", shared_ledger.grouping(np.array([0, 1, 2]))):
+        with pytest.raises(SordinoError, match="counts other persons of these data"):
+            shared_ledger.join(plan, tmp_path / "new.db", data=data, units=other)
+
+
 def test_the_key_is_needed(data, tmp_path, capsys):
     assert train(data[0], tmp_path / "one") == 0
     key = tmp_path / "mine.db.key"

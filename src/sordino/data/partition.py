@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sordino.data.splits import apportion, generator, parse_number
+from sordino.data.arrays import unit_numbers
+from sordino.data.splits import apportion, by_appearance, generator, parse_number
 from sordino.errors import SordinoError, nearest
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ def split(
     sizes: str = "equal",
     seed: int = 0,
     by_person: bool = False,
+    by_client: bool = False,
 ) -> np.ndarray:
     """Divide the training records among clients.
 
@@ -100,6 +102,8 @@ def split(
             default).
         seed: Seed of the partition.
         by_person: Keep all records of a person together; `iid` deals persons, and laws that read labels are refused.
+        by_client: Number the sites that the data name in the order in which they appear, so that the name of one of
+            them, which client level hides, says nothing about the numbers of others.
 
     Returns:
         The client index (0..clients-1) of each training record; -1: left out, only with `counts:FILE`.
@@ -123,6 +127,8 @@ def split(
     how = partition if isinstance(partition, Partition) else Partition.parse(partition, sizes)
     if by_person:
         return _of_persons(dataset, how, clients, seed)
+    if by_client and how.by_site:
+        return unit_numbers(_sites(dataset, how.law))
     if how.reads_labels and not dataset.classes:
         raise SordinoError(
             f"partition: '{how.law}' needs classes, but this is a regression; use iid or by-column:NAME."
@@ -156,9 +162,10 @@ def _of_persons(dataset: Dataset, how: Partition, clients: int | None, seed: int
         return _by_site(dataset, how.law)
     if how.law != "iid":
         raise SordinoError(f"partition: '{how.law}' deals records, not persons; use iid or by-column:NAME.")
-    _, first, index = np.unique(dataset.person, return_index=True, return_inverse=True)
+    index = by_appearance(dataset.person)
+    _, first = np.unique(index, return_index=True)
     persons = dataset._replace(y_train=dataset.y_train[first], person=None, site=None)
-    return split(persons, how, clients, seed=seed)[index]
+    return np.asarray(split(persons, how, clients, seed=seed)[index])
 
 
 def _deal(y: np.ndarray, counts: np.ndarray, rng: np.random.Generator) -> np.ndarray:
@@ -245,9 +252,13 @@ def _classes(totals: np.ndarray, clients: int, per_client: int, rng: np.random.G
 
 
 def _by_site(dataset: Dataset, partition: str) -> np.ndarray:
+    return np.unique(_sites(dataset, partition), return_inverse=True)[1].astype(np.int64)
+
+
+def _sites(dataset: Dataset, partition: str) -> np.ndarray:
     if dataset.site is None:
         raise SordinoError(f"partition: '{partition}' needs data with a client column; name it when loading (client).")
-    return np.unique(dataset.site, return_inverse=True)[1].astype(np.int64)
+    return dataset.site
 
 
 def _read_counts(path: Path, classes: int, clients: int | None) -> np.ndarray:

@@ -134,17 +134,27 @@ def _numbers(values: Any, field: str) -> Tensor:
         raise SordinoError(f"{field}: not an array of numbers ({error}); {remedy}.") from None
 
 
+def _own(part: Tensor, given: Tensor) -> Tensor:
+    """The numbers of a part, in other memory than what the caller gave."""
+    shared = part.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    return part.clone() if shared else part
+
+
 def _weights(weight: np.ndarray, records: int) -> Tensor:
     """Factors on the terms of single records, each in [0, 1]."""
     factor = _numbers(weight, "weight").double()
     if factor.shape != (records,):
         raise SordinoError(f"weight: of shape {tuple(factor.shape)} for {records} records; give one number per record.")
+    _check_weights(factor)
+    return factor
+
+
+def _check_weights(factor: Tensor) -> None:
     if not ((factor >= 0) & (factor <= 1)).all():  # false for NaN
         raise SordinoError(
             "weight: a weight is not in [0, 1]; divide all weights by a public number that none exceeds, because a "
             "larger factor would carry a term out of its clip."
         )
-    return factor
 
 
 def check_precision(dtype: torch.dtype) -> None:
@@ -206,6 +216,29 @@ class Records:
     per_person: int = 1
     weight: Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.weight is not None:
+            _check_weights(self.weight)
+        object.__setattr__(self, "_edits", self._edited)
+
+    @property
+    def _edited(self) -> tuple[int, ...]:
+        """How often the tensors were changed in place."""
+        parts = (self.x, self.y, self.filled, self.weight)
+        return tuple(0 if part is None or part.is_inference() else part._version for part in parts)
+
+    def check_unchanged(self) -> None:
+        """Refuse records that were changed in place: their norms, by which gradients are clipped, are of before.
+
+        Raises:
+          SordinoError: a tensor is not as it was when the records were built.
+        """
+        if self._edited != self._edits:  # type: ignore[attr-defined]
+            raise SordinoError(
+                "records: their numbers were changed in place after they were checked and measured; change the arrays "
+                "first, and build the records from them."
+            )
+
     @staticmethod
     def of(
         x: np.ndarray | Tensor,
@@ -218,8 +251,12 @@ class Records:
         weight: np.ndarray | None = None,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        copy: bool = True,
     ) -> Records:
         """Sort records by client. A client of -1 leaves its record out.
+
+        The numbers are copied, so that what the caller does to the arrays afterwards does not change them; without
+        `copy`, arrays that are sorted and of the right type may be shared, and nobody may change them.
 
         With `weight`, a factor in [0, 1] per record, the clipped term of a record is multiplied by it, so that the
         term stays within the clip. Divisors stay numbers of records. Refused for persons: a person's terms are clipped
@@ -229,7 +266,7 @@ class Records:
         person with more records the first `per_person` are used, or as many that `choose` draws.
         """
         here = check_device(str(device))
-        x, y = _numbers(x, "x"), _numbers(y, "y")
+        given = x, y = _numbers(x, "x"), _numbers(y, "y")
         if x.dim() != 2:
             remedy = ": x.reshape(len(x), -1)" if x.dim() > 2 else ""
             raise SordinoError(f"x: of shape {tuple(x.shape)}; give one row of features per record{remedy}.")
@@ -270,7 +307,16 @@ class Records:
             at = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
             x, y, factor = x[at], y[at], None if factor is None else factor[at]
         starts = np.concatenate([[0], np.cumsum(counts)])
+        if copy:
+            x, y = (_own(part, whole) for part, whole in zip((x, y), given, strict=True))
+            factor = None if factor is None else factor.clone()
         return Records(x.to(here), y.to(here), starts, weight=None if factor is None else factor.to(here))
+
+    @staticmethod
+    def absent(features: int, labels: torch.dtype, dtype: torch.dtype, per_person: int = 1) -> Records:
+        """One client with one unit that holds no record: sums over it are zero, whatever is asked."""
+        x, filled = torch.zeros(per_person, features, dtype=dtype), torch.zeros(per_person, dtype=torch.bool)
+        return Records(x, torch.zeros(per_person, dtype=labels), np.array([0, per_person]), filled, per_person)
 
     def check_fits(self, model: Model) -> None:
         """Refuse records whose number of features or labels do not fit the model."""
@@ -423,6 +469,9 @@ class Lazy:
             except SordinoError as error:
                 raise SordinoError(f"clients: client {i} does not fit the model. {error}") from None
         return Shard(x, y, x.new_ones(len(x)))
+
+    def check_unchanged(self) -> None:
+        """Nothing to compare: what is loaded is measured when it is loaded."""
 
     def keep(self, cohort: np.ndarray) -> None:
         """Forget all clients outside this cohort."""

@@ -14,7 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from sordino.data import catalog, tables
-from sordino.data.arrays import by_public_classes, check_features, check_same_length, encode_labels, quantities
+from sordino.data.arrays import (
+    by_public_classes,
+    check_features,
+    check_same_length,
+    encode_labels,
+    quantities,
+    unit_numbers,
+)
 from sordino.data.preprocess import preprocess, read_public_statistics, scaler
 from sordino.data.readers import Raw, read_texts, reader_of, suffixes
 from sordino.data.schema import Schema
@@ -161,7 +168,7 @@ def load(
         check_same_length(x, "x", site, "client")
     if raw.person is not None:
         check_same_length(x, "x", raw.person, "person")
-    who = None if raw.person is None else np.unique(raw.person, return_inverse=True)[1].astype(np.int64)
+    who = None if raw.person is None else unit_numbers(raw.person)
     who_test: np.ndarray | None = None
     if x_test is None or y_test is None:
         out = _held_out(len(y), site, who, test_fraction, seed, whole_clients)
@@ -213,10 +220,10 @@ def _held_out(
     records: int, site: np.ndarray | None, who: np.ndarray | None, fraction: float, seed: int, whole_clients: bool
 ) -> np.ndarray:
     """Which records are for testing: by position, never by label, so that it does not depend on what a record says."""
-    whose = np.zeros(records, np.int64) if site is None else np.unique(site, return_inverse=True)[1]
     rng = generator(seed, "hold out")
-    if whole_clients and site is not None:
-        return hold_out_clients(whose, fraction, rng)
+    if whole_clients and site is not None:  # no name of a client decides about others
+        return hold_out_clients(unit_numbers(site), fraction, rng)
+    whose = np.zeros(records, np.int64) if site is None else np.unique(site, return_inverse=True)[1]
     if who is not None:  # a person in both parts would make the test easier than the use of the model
         return hold_out_persons(whose, who, fraction, rng)
     return hold_out(whose, fraction, rng)

@@ -27,6 +27,21 @@ def parse_number(text: str, field: str, otherwise: str, *, whole: bool = False) 
     return number
 
 
+def by_appearance(values: np.ndarray) -> np.ndarray:
+    """A number per entry, equal for equal entries, in the order in which they appear first.
+
+    Numbers in sorted order would depend on what all entries say: with another name for one unit, others would get
+    another number, and with it another client, another minibatch or another side of a split.
+
+    >>> by_appearance(np.array(["b", "a", "b", "c"])).tolist()
+    [0, 1, 0, 2]
+    """
+    _, first, index = np.unique(values, return_index=True, return_inverse=True)
+    rank = np.empty(len(first), np.int64)
+    rank[np.argsort(first)] = np.arange(len(first))
+    return np.asarray(rank[index.reshape(-1)])
+
+
 def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     """`total` divided in proportion to `weights`, by largest remainders; at least one each."""
     exact = total * (weights / weights.sum())
@@ -55,10 +70,12 @@ def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> n
 def hold_out_persons(whose: np.ndarray, person: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
     """Mask of test records: all records of about `fraction` of each client's persons.
 
-    A person at several clients counts for the client of its first record, and is held out at all of them.
+    A person at several clients counts for the client of its first record, and is held out at all of them. Who is held
+    out depends on the order in which persons appear, and not on their numbers.
     """
-    _, first, index = np.unique(person, return_index=True, return_inverse=True)
-    return hold_out(whose[first], fraction, rng)[index]
+    index = by_appearance(person)
+    _, first = np.unique(index, return_index=True)
+    return np.asarray(hold_out(whose[first], fraction, rng)[index])
 
 
 def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:

@@ -34,6 +34,7 @@ def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop:
     stages = plan.method.stages[plan.stage_of(start) : plan.stage_of(last - 1) + 1]
     check_kinds(plan.method._replace(stages=stages), model)
     records.check_fits(model)
+    records.check_unchanged()
     records.check_unit(plan.privacy)
     check_serves(plan.privacy, model)
     check_sizes(plan, records.sizes)

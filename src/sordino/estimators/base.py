@@ -17,6 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from sordino.core import Tree, Unit
+from sordino.data.arrays import unit_numbers
 from sordino.data.identity import arrays_digest, frame_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.schema import Schema
@@ -44,7 +45,7 @@ from sordino.privacy import spending
 from sordino.training.evaluate import predictions
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.run import PreparedRun, after_count, count, life_table, prepare_resolved
-from sordino.training.shared_ledger import join
+from sordino.training.shared_ledger import grouping, join
 from sordino.training.spec import Spec
 from sordino.version import __version__
 
@@ -167,7 +168,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             site = table.site if groups is None else entries(groups, records)
             who = table.person if persons is None else entries(persons, records, "persons")
             x, (labels, classes) = preprocess(table.x, None, scaling) if scaled else table.x, table.labels
-            number = None if who is None else np.unique(who, return_inverse=True)[1]
+            number = None if who is None else unit_numbers(who)
             names = () if classes is None else tuple(map(str, classes))
             described = resolved.source.schema
             data = Dataset("given", x, labels, x[:0], labels[:0], site, names, table.features, None, described, number)
@@ -179,7 +180,9 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         run = prepare_resolved(resolved, dataset(table, resolved), unscaled)
         searched, steps = self._warn_of_a_search(), self._warn_of_steps()
         doubts = [doubt(steps)] if steps else []
-        self._pay(run, table.digest, searched, doubts)
+        given = {Unit.PERSON: persons, Unit.CLIENT: groups}.get(resolved.privacy.unit)
+        units = resolved.unit_column.encode() if given is None else grouping(unit_numbers(entries(given, records)))
+        self._pay(run, table.digest, units, searched, doubts)
 
         history: list[dict[str, Any]] = []
         checkpoint: Tree = ()
@@ -328,7 +331,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             raise SordinoError("groups: at client level, fit needs the client of every record; pass groups.")
         return resolved
 
-    def _pay(self, run: PreparedRun, digest: bytes, searched: bool, doubts: list[str]) -> None:
+    def _pay(self, run: PreparedRun, digest: bytes, units: bytes, searched: bool, doubts: list[str]) -> None:
         """Charge the ledger, where there is one, before anything is released."""
         if self.ledger is None:
             if self.limit is not None:
@@ -340,7 +343,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
                 "set ledger=None in a search."
             )
         reasons = certificate(run.plan, run.source, version=__version__, doubts=doubts)["reasons"]
-        shared = join(run.plan, self.ledger, plain(self.limit), data=digest, reasons=reasons)
+        shared = join(run.plan, self.ledger, plain(self.limit), data=digest, units=units, reasons=reasons)
         shared.charge(f"fit {secrets.token_hex(16)}")
 
     def _assumes(self, resolved: ResolvedSpec, schema: Schema | None, unpaid: bool) -> list[str]:

@@ -448,7 +448,7 @@ class Site(SiteData):
         """The answer to an evaluation. It is charged even if it fails, as the answer to a round is."""
         about = {"run": run.terms.run, "asked": asked, **receipt}
         try:
-            counts = run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
+            counts = self._counted_tests(run, theta, asked)
             if run.terms.secure:
                 run.keep_offers(run.plan.rounds, offers)
                 masked = masks.masked(run.member, run.plan.rounds, offers, counts, asked)
@@ -460,6 +460,18 @@ class Site(SiteData):
             log.exception("the site failed")
             self.note("failed", run=run.terms.run, detail=repr(error))
             return wire.encode("refused", {"code": "failed", "reason": REASONS["failed"], "asked": asked})
+
+    def _counted_tests(self, run: SiteRun, theta: Tensor, asked: str) -> Any:
+        """The counts or, where they cannot be computed, noise around zero, as for an update."""
+        try:
+            return run.evaluation.answer(run.mine, run.dataset, theta, run.test_source(asked))
+        except OSError:
+            raise
+        except Exception as error:
+            log.exception("the site failed, and sends noise alone")
+            counts = run.evaluation.answer_nothing(run.mine, theta, run.test_source(asked))
+            self.note("failed", run=run.terms.run, detail=f"noise alone was sent: {error!r}")
+            return counts
 
     def _afford_evaluation(self, ledger: Ledger, entries: list[Charge]) -> None:
         """Raises OverspentError if all evaluations together would exceed site.toml's evaluation_epsilon."""

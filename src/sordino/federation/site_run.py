@@ -220,6 +220,7 @@ class SiteRun:
             per_person=privacy.person_records,
             choose=record_choice(self._chooser(), privacy),
             dtype=self.terms.number,
+            copy=False,
         )
         records.check_unit(privacy)
         return OwnRecords(self.mine, records)
@@ -297,18 +298,10 @@ class SiteRun:
         return memory
 
     def compute_nothing(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
-        """The noise of an update around zero, where the data give none: as from one record of weight 0.
-
-        Raises:
-          SordinoError: there is no such record where persons are protected.
-        """
-        nothing_there = Records.of(
-            np.zeros((1, self.terms.features)),
-            torch.zeros(1, dtype=self.terms.label_type).numpy(),
-            np.zeros(1, int),
-            weight=np.zeros(1),
-            dtype=self.terms.number,
-        )
+        """The noise of an update around zero, where the data give none: as from one unit without records."""
+        terms, privacy = self.terms, self.terms.resolved.privacy
+        rows = privacy.person_records if privacy.unit is Unit.PERSON else 1
+        nothing_there = Records.absent(terms.features, terms.label_type, terms.number, rows)
         kept, self.__dict__["data"] = self.__dict__.get("data"), OwnRecords(self.mine, nothing_there)
         self._caches = (-1, ())
         try:

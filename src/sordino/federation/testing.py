@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from sordino import files
-from sordino.core import Broadcast, Privacy
+from sordino.core import Broadcast, Privacy, Unit
 from sordino.data.records import Records
 from sordino.data.sources import Dataset
 from sordino.engines.oracle import encode_integers
@@ -102,7 +102,19 @@ class AgreedEvaluation:
 
     def answer(self, mine: int, dataset: Dataset, theta: Tensor, source: Source) -> Any:
         """A site's noised counts: a vector, or integers under secure aggregation."""
-        own = OneClient(mine, dataset, self.terms.number, self.settings.privacy, source)
+        return self._answer(
+            OneClient.of(mine, dataset, self.terms.number, self.settings.privacy, source), mine, theta, source
+        )
+
+    def answer_nothing(self, mine: int, theta: Tensor, source: Source) -> Any:
+        """The noise of the counts around zero, where the data give none: that a site fails may tell of its data."""
+        terms, privacy = self.terms, self.settings.privacy
+        rows = privacy.person_records if privacy.unit is Unit.PERSON else 1
+        return self._answer(
+            OneClient(mine, Records.absent(terms.features, terms.label_type, terms.number, rows)), mine, theta, source
+        )
+
+    def _answer(self, own: OneClient, mine: int, theta: Tensor, source: Source) -> Any:
         model: Any = self.tally
         ask = oracle(model, own, self.round_plan, mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
         message = self.round_plan.stage.local.compute(ask, Broadcast(theta), (), ())
@@ -146,9 +158,17 @@ class AgreedEvaluation:
 class OneClient:
     """A site's test records, at the index that the plan gives this site."""
 
-    def __init__(self, mine: int, dataset: Dataset, number: torch.dtype, privacy: Privacy, source: Source) -> None:
-        self.mine = mine
-        self.records = Records.of(
+    def __init__(self, mine: int, records: Records) -> None:
+        self.mine, self.records, self.x = mine, records, records.x
+
+    @staticmethod
+    def of(mine: int, dataset: Dataset, number: torch.dtype, privacy: Privacy, source: Source) -> OneClient:
+        """The test records of a data set.
+
+        Raises:
+          SordinoError: they are not grouped as the promise needs it.
+        """
+        records = Records.of(
             dataset.x_test,
             dataset.y_test,
             np.zeros(len(dataset.y_test), int),
@@ -156,9 +176,10 @@ class OneClient:
             per_person=privacy.person_records,
             choose=record_choice(source, privacy),
             dtype=number,
+            copy=False,
         )
-        self.records.check_unit(privacy)
-        self.x = self.records.x
+        records.check_unit(privacy)
+        return OneClient(mine, records)
 
     def shard(self, i: int) -> Any:
         assert i == self.mine

@@ -17,6 +17,7 @@ from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
 from sordino.models import per_example, watch
 from sordino.models.objective import Objective
+from sordino.models.owners import Owners
 from sordino.models.per_example import Owned, Use
 from sordino.models.validation import unvalidated
 
@@ -25,6 +26,16 @@ LOOSE, LOOSE_HALVES = 0.01, 0.1
 MEETS = (
     "module: its output for one row depends on the other rows{}, which no clip bounds; keep rows separate. The first "
     "axis is that of records, so recurrent layers and attention need batch_first=True."
+)
+
+NUMBERS_OF_ROWS = (3, 65, 1025)  # of passes that are compared
+OTHER_OPERATIONS = (
+    "module: it computes in another way for few rows than for many ({}), as in 'if len(x) > 3'. Checks take a few "
+    "rows, so nothing is known of the passes that train; compute the same for every number of rows."
+)
+LOSS_MEETS = (
+    "loss: that of one record depends on other records, which no clip bounds, as with weights from the classes of a "
+    "batch; use its own row alone, and public weights."
 )
 
 SHARES = (
@@ -194,6 +205,11 @@ def check_apart(model: FlatModel) -> None:
     def run(x: Tensor, *, train: bool = True, rewind: bool = True) -> Tensor:
         return objective.read(returned(x, train=train, rewind=rewind))
 
+    def operations(number: int) -> set[str] | None:
+        shared = {id(part): part for part in (*model.module.parameters(), *model.module.buffers())}
+        module = copy.deepcopy(model.module, shared)  # tensors without numbers must not stay in the module
+        return watch.operations(lambda x: functional_call(module, params, (model.shaped(x),)), rows, number)
+
     def equal(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one.nan_to_num(), other.nan_to_num())
 
@@ -203,9 +219,11 @@ def check_apart(model: FlatModel) -> None:
             replay = watch.Replay(first.device)
             before = run(rows)
             labels = _labels(model, returned(rows), first)
-            held = watch.state(model.module)
+            held = watch.state(model.module, objective.each)
             steady = equal(before, run(rows))  # on a GPU kernels may add in any order
-            kept = watch.changes(held, watch.state(model.module))
+            if objective.each is not None:
+                objective.losses(returned(rows), labels)
+            kept = watch.changes(held, watch.state(model.module, objective.each))
             with (seen := watch.Watch(given := rows.clone())):
                 whole = returned(given, copied=False)
                 ends = replay.states()
@@ -227,9 +245,12 @@ def check_apart(model: FlatModel) -> None:
                     alone = torch.cat([run(rows[:1]), run(rows[-1:])])
                 except (RuntimeError, ValueError, IndexError) as error:
                     raise SordinoError(f"module: it fails on one row alone, so its rows meet: {error}") from error
+                _check_seen(seen, seeded)
+                if own := objective.each is not None or watch.own_code(model.module):
+                    apart, losses_apart = _owned(returned, rows, labels, objective)
+                    few, *more = map(operations, NUMBERS_OF_ROWS)
     finally:
         model.module.train(training)
-    _check_seen(seen, seeded)
     if not before.isfinite().any():
         raise SordinoError(
             "module: no output is finite for rows of numbers between 0.5 and 2, which are tokens 0 and 1. So it cannot "
@@ -244,8 +265,29 @@ def check_apart(model: FlatModel) -> None:
         )
     meets = any(not equal(still[k], other[k]) for k, other in others)
     meets |= steady and not equal(predicted[0], elsewhere[0])
-    if meets or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4):
+    if own and (differ := {name for names in more for name in (few or set()) ^ (names or few or set())}):
+        raise SordinoError(OTHER_OPERATIONS.format(", ".join(sorted(differ)[:3])))
+    if own and not losses_apart:
+        raise SordinoError(LOSS_MEETS)
+    if (
+        meets
+        or (own and not apart)
+        or _far(alone, still[[0, -1]], model.autocast is not None or before.dtype.itemsize < 4)
+    ):
         raise SordinoError(MEETS.format(_where(model, rows, run)))
+
+
+def _owned(returned: Callable[[Tensor], Any], rows: Tensor, labels: Tensor, objective: Objective) -> tuple[bool, bool]:
+    """Whether rows stay apart in every operation of a pass, and records in every operation of the loss."""
+    x, y = rows.clone(), labels.clone()
+    with Owners() as owners:
+        owners.mark(x)
+        outputs = returned(x)
+        apart = owners.apart(objective.read(outputs))
+        if objective.each is None or not apart:
+            return apart, True
+        owners.mark(y)
+        return apart, owners.apart(objective.losses(outputs, y))
 
 
 def check_terms(model: FlatModel, owned: Owned, reads: bool = False) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import ExitStack
+import logging
+import types
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -204,21 +210,87 @@ class Replay:
                 torch.cuda.manual_seed(seed)
 
 
-def state(module: nn.Module) -> dict[str, Any]:
-    """Numbers and tensors that a module holds besides buffers, and a sum of those in each parameter."""
+def state(module: nn.Module, *functions: Any) -> dict[str, Any]:
+    """What a module holds besides buffers, and a sum of the numbers in each parameter.
+
+    That is numbers and tensors in its attributes, in lists, dicts and objects there, in what its functions close over,
+    and in the variables outside that they name.
+
+    Args:
+      module: the module.
+      functions: others that read its outputs, such as a loss.
+    """
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
-            full = f"{name}.{key}".lstrip(".")
-            if type(value) is Tensor:
-                found[full] = value.detach().clone()
-            elif key != "training" and isinstance(value, bool | int | float | complex | np.ndarray):
-                found[full] = np.array(value)
+            if key != "training" and key not in _OF_TORCH:
+                found |= _numbers_in(value, f"{name}.{key}".lstrip("."), set())
+        own = [each for each in type(part).__mro__ if each is not nn.Module and not _of_torch(each)]
+        for key, value in ((key, value) for each in own for key, value in vars(each).items()):
+            found |= _numbers_in(value, f"{name}.{key}".lstrip("."), set())
+    for function in functions:
+        found |= _numbers_in(function, "loss", set())
     for name, parameter in module.named_parameters():
         numbers = parameter.detach()
         numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
         found[name] = torch.stack([numbers.sum(dtype=torch.float64), numbers.abs().sum(dtype=torch.float64)])
     return found
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))  # attributes that PyTorch keeps for itself
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_NUMBERS = bool | int | float | complex | np.ndarray | np.generic
+MOST_DEEP, MOST_ENTRIES = 6, 10_000
+
+
+def _of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing")
+
+
+def _numbers_in(value: Any, name: str, seen: set[int], deep: int = 0) -> dict[str, Any]:
+    """Numbers and tensors that can be reached from a value, by name."""
+    if type(value) is Tensor:
+        return {name: value.detach().clone()}
+    if isinstance(value, _NUMBERS):
+        return {name: np.array(value)}
+    if deep > MOST_DEEP or id(value) in seen or isinstance(value, nn.Module | nn.Parameter | type | types.ModuleType):
+        return {}
+    seen.add(id(value))
+    found: dict[str, Any] = {}
+    for number, (key, part) in enumerate(_parts_of(value)):
+        if number >= MOST_ENTRIES:
+            break
+        found |= _numbers_in(part, f"{name}.{key}", seen, deep + 1)
+    if isinstance(value, Sequence | Set | Mapping) and not isinstance(value, str | bytes):
+        found[f"the length of {name}"] = np.array(len(value))
+    return found
+
+
+def _parts_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """What a container, a function or an object holds."""
+    if isinstance(value, str | bytes):
+        return
+    if isinstance(value, Mapping):
+        yield from list(value.items())
+    elif isinstance(value, Sequence | deque):
+        yield from enumerate(list(value))
+    elif isinstance(value, types.MethodType):
+        yield from (("function", value.__func__), ("self", value.__self__))
+    elif isinstance(value, partial):
+        yield from (("function", value.func), ("arguments", (value.args, value.keywords)))
+    elif isinstance(value, types.FunctionType):
+        if (value.__module__ or "").partition(".")[0] in ("torch", "sordino"):
+            return
+        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # it is empty
+                yield name, cell.cell_contents
+        yield from (("defaults", value.__defaults__), ("keywords", value.__kwdefaults__))
+        for name in value.__code__.co_names:
+            if name in value.__globals__:
+                yield name, value.__globals__[name]
+        yield from vars(value).items()
+    elif type(value).__module__.partition(".")[0] not in ("torch", "builtins", "numpy", "logging"):
+        yield from list(getattr(value, "__dict__", {}).items())
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -230,3 +302,48 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one.nan_to_num(), other.nan_to_num())
     return type(one) is type(other) and np.array_equal(one, other)
+
+
+class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operations run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def own_code(module: nn.Module) -> bool:
+    """Whether more than the layers of PyTorch computes: other classes, hooks, or layers that were changed."""
+    return any(
+        not type(part).__module__.startswith("torch.nn.modules.")
+        or any(getattr(part, name, None) for name in _HOOKS)
+        or "forward" in vars(part)
+        for part in module.modules()
+    )
+
+
+def operations(run: Callable[[Tensor], Any], rows: Tensor, number: int) -> set[str] | None:
+    """The operations of a pass over so many rows; None where they cannot be known without computing.
+
+    Nothing is computed, so that a pass over a thousand rows takes no longer than one over two.
+
+    Args:
+      run: the pass.
+      rows: some rows, of which only the form counts.
+      number: of rows.
+    """
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _Names() as seen:
+            run(torch.ones((number, *rows.shape[1:]), dtype=rows.dtype, device=rows.device))
+        return {*seen.names}
+    except Exception:  # what PyTorch cannot do without numbers ends in many ways
+        return None
+    finally:
+        log.setLevel(level)

@@ -15,6 +15,7 @@ import numpy as np
 from sordino import files
 from sordino.core import Unit
 from sordino.data import tables
+from sordino.data.arrays import unit_numbers
 from sordino.data.partition import split
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
@@ -251,7 +252,7 @@ class _SchemaParts(_Rows):
         encoded = self.schema.open(path)  # refuses a table that does not fit before anything is written
         rows = len(encoded.x)
         rng = np.random.default_rng(0)
-        whom = np.arange(rows) if encoded.person is None else np.unique(encoded.person, return_inverse=True)[1]
+        whom = np.arange(rows) if encoded.person is None else unit_numbers(encoded.person)
         if count is None and encoded.client is not None:
             clients, self.owner = np.unique(encoded.client, return_inverse=True)
             self.names = [str(client) for client in clients]

@@ -101,6 +101,8 @@ class Plan:
                 object.__setattr__(self, name, kind.parse(given))
             elif not isinstance(given, kind):
                 raise SordinoError(f"{name}: {given!r} is not a {kind.__name__}; write a text such as 'full'.")
+        if isinstance(self.sizes, list | np.ndarray):  # noise is kept once it is calibrated, so sizes must not change
+            object.__setattr__(self, "sizes", tuple(self.sizes))
         _check(self)
 
     @property

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
+from sordino.data.arrays import unit_numbers
 from sordino.data.identity import records_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
@@ -60,6 +61,7 @@ class PreparedEvaluation:
     names: tuple[str, ...]
     model_sha256: str
     data: str  # the file of the test records
+    units: str  # the column that says whom a record is about, as in `ResolvedSpec.unit_column`
 
     @property
     def assumptions(self) -> list[str]:
@@ -140,7 +142,7 @@ def prepare(
     privacy = Privacy(*promised, person_records=person_records, **of_persons)  # type: ignore[arg-type]
     noise = source(seed)
     if who is not None:
-        who = np.unique(who, return_inverse=True)[1].reshape(-1).astype(np.int64)
+        who = unit_numbers(who)
         if person_ids == "global":
             check_person_clients(sites, who, person_clients)
     records = Records.of(
@@ -151,6 +153,7 @@ def prepare(
         per_person=person_records,
         choose=record_choice(noise, privacy),
         dtype=run.theta.dtype,
+        copy=False,
     )
     intervals = len(run.edges)
     bins = choose_bins(task, records.sizes, privacy, threshold, intervals) if bins is None else bins
@@ -167,6 +170,7 @@ def prepare(
         names=names,
         model_sha256=sha256(file),
         data=str(data),
+        units="" if who is None else f"{person if run.schema is None else run.schema.person} {person_ids}",
     )
 
 
@@ -180,7 +184,8 @@ def join_ledger(prepared: PreparedEvaluation, path: str | Path, limit: float | N
     cert = certificate(prepared.plan, prepared.source, version=__version__)
     schema = prepared.run.schema
     digest = records_digest(prepared.data, dialect=None if schema is None else schema.dialect)
-    return shared_ledger.join(prepared.plan, path, limit, data=digest, reasons=cert["reasons"])
+    units = prepared.units.encode()
+    return shared_ledger.join(prepared.plan, path, limit, data=digest, units=units, reasons=cert["reasons"])
 
 
 def evaluate_into(

@@ -455,12 +455,23 @@ class ResolvedSpec:
                 f"text: {name} learns the text of a table; name its column, as in --data reviews.csv --text body."
             )
 
+    @property
+    def unit_column(self) -> str:
+        """The column that says which records are those of one protected person or client; empty at record level."""
+        if self.privacy.unit is Unit.PERSON:
+            return f"{self.source.person_column} {self.source.person_ids}"
+        if self.privacy.unit is Unit.CLIENT:
+            named = self.source.schema.client if self.source.schema is not None else self.source.client_column
+            return named or self.partition.law
+        return ""
+
     def owners(self, dataset: Dataset) -> np.ndarray:
         """The client of every training record."""
         from sordino.data.records import check_person_clients
 
-        by_person = self.privacy.unit is Unit.PERSON
-        client = split(dataset, self.partition, self.clients, seed=self.source.split_seed, by_person=by_person)
+        by_person, by_client = self.privacy.unit is Unit.PERSON, self.privacy.unit is Unit.CLIENT
+        seed = self.source.split_seed
+        client = split(dataset, self.partition, self.clients, seed=seed, by_person=by_person, by_client=by_client)
         if dataset.person is not None and by_person and self.source.person_ids == "global":
             check_person_clients(client, dataset.person, self.privacy.person_clients)
         return client
@@ -480,6 +491,7 @@ class ResolvedSpec:
             weight=dataset.weight,
             dtype=self.dtype,
             device=self.device,
+            copy=False,
         )
 
     # --------------------------------------------------------------------------------------- for certificate and files

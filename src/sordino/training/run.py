@@ -198,7 +198,10 @@ def join_ledger(
     cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
     schema = run.dataset.schema
     digest = records_digest(run.resolved.spec.data, dialect=None if schema is None else schema.dialect)
-    return shared_ledger.join(run.plan, path, limit, data=digest, reasons=cert["reasons"], releases=releases)
+    units = run.resolved.unit_column.encode()
+    return shared_ledger.join(
+        run.plan, path, limit, data=digest, units=units, reasons=cert["reasons"], releases=releases
+    )
 
 
 def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:

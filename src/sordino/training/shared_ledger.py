@@ -29,8 +29,10 @@ import secrets
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from sordino import files
-from sordino.core import Adjacency
+from sordino.core import Adjacency, Unit
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.spent import Charge
@@ -122,6 +124,7 @@ def join(
     limit: float | None = None,
     *,
     data: bytes,
+    units: bytes = b"",
     reasons: list[str] | None = None,
     releases: tuple[Release, ...] | None = None,
 ) -> SharedLedger:
@@ -133,12 +136,14 @@ def join(
       limit: the most epsilon that the runs on the same data may spend together, at the delta of the ledger's first
         limit, or else of the plan. A ledger keeps its limit, which can only be tightened.
       data: `records_digest`, `frame_digest` or `arrays_digest` of the data. It is keyed before it is written.
+      units: what says which records are those of one person, or of one client, where these are protected: the name of
+        a column, or `grouping`. It is keyed too. Epsilons of patients and of their visits do not add up.
       reasons: why the run is not certified; such a run has no cost that adds up.
       releases: what is charged (default: those of the plan, `worst_case`).
 
     Raises:
       SordinoError: the run is not certified, the limit is not a number above 0, the key of the ledger is missing, or
-        the data were charged for another unit of privacy.
+        the data were charged for another unit of privacy, or for other persons or clients.
       OverspentError: the ledger cannot pay for the run.
     """
     path = Path(path).expanduser().absolute()
@@ -158,9 +163,17 @@ def join(
         others = [who for who in ledger.people() if who.startswith(f"data {identity} ")]
     unit = str(plan.privacy.unit)
     who = f"data {identity} per {unit}"
+    if units and plan.privacy.unit is not Unit.RECORD and who not in others:  # it is there in ledgers of before
+        who += f" {hmac.new(key, units, 'sha256').hexdigest()[:16]}"
+        if others and who not in others and others[0].startswith(f"data {identity} per {unit} "):
+            raise SordinoError(
+                f"unit: '{path}' counts other {unit}s of these data, by another column or other groups, and what one "
+                f"{unit} spends does not add up with that; protect the same {unit}s, or use another ledger."
+            )
     if others and who not in others:
+        level = others[0].partition(" per ")[2].split()[0]
         raise SordinoError(
-            f"unit: '{path}' counts these data at {others[0].partition(' per ')[2]} level, which does not add up with "
+            f"unit: '{path}' counts these data at {level} level, which does not add up with "
             f"{unit} level; use another ledger."
         )
     shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan) if releases is None else releases)
@@ -171,6 +184,11 @@ def join(
         shared.check((limit, delta))
         Ledger(path, epsilon=limit, delta=delta).close()
     return shared
+
+
+def grouping(numbers: np.ndarray) -> bytes:
+    """What `join` is told of persons or clients that are given as numbers, one per record."""
+    return hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).digest()
 
 
 def worst_case(plan: Plan) -> tuple[Release, ...]:
