@@ -280,7 +280,9 @@ def test_a_received_public_folder_is_complete(honest, tmp_path, capsys):
     assert main(["verify", str(tmp_path / "received"), "--complete"]) == 0
     assert "ledger.db, which stays with its owner" in capsys.readouterr().out
     (tmp_path / "received" / "spec.toml").unlink()
+    capsys.readouterr()
     assert main(["verify", str(tmp_path / "received"), "--complete"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAILED (--complete): not everything public")
 
 
 def test_the_last_line_counts_what_was_not_compared(honest, tmp_path, capsys):

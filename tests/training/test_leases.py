@@ -122,6 +122,15 @@ def test_a_copy_that_is_resumed_stops_the_original(begun):
     assert [line["round"] for line in later] == [4, 5]
 
 
+def test_a_finished_run_and_its_copy_are_both_read_again(begun):
+    """Nothing more is released, so that neither takes the lease from the other."""
+    prepared, out, stream = begun(ROUNDS)
+    assert not list(stream)
+    copy = copied(out)
+    for folder in (copy, out, copy, out):
+        assert [line["round"] for line in run.rounds(prepared, folder)] == [*range(1, ROUNDS + 1)]
+
+
 @pytest.mark.parametrize("where", ["before", "after"])
 def test_a_kill_while_the_lease_is_passed_locks_nobody_out(begun, tmp_path, monkeypatch, where):
     prepared, out, stream = begun(2)

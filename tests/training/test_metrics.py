@@ -286,8 +286,11 @@ def test_a_run_tells_every_metric_of_its_model(patients, capsys):
 def test_a_run_whose_risks_are_useless_says_so_loudly(patients, capsys):
     told = trained(patients, capsys, "--epsilon", "0.01", "--seed", "1", "--out", str(patients / "bad"))
     assert "WARNING: the model is no better than a constant guess: its log loss is" in told
+    card = (patients / "bad" / "public" / "MODEL_CARD.md").read_text()
+    assert "**The model is no better than a constant guess: its log loss is" in card
     told = trained(patients, capsys, "--epsilon", "inf", "--out", str(patients / "good"))
     assert "WARNING" not in told
+    assert "constant guess" not in (patients / "good" / "public" / "MODEL_CARD.md").read_text()
 
 
 def test_risks_that_are_too_sure_are_told_where_enough_records_show_it():
@@ -295,6 +298,7 @@ def test_risks_that_are_too_sure_are_told_where_enough_records_show_it():
     for measured, tests in (({"calibration_slope": 0.6}, 50), ({"calibration_slope": 0.9}, 1000), ({}, 1000)):
         assert slope_note(measured, tests) == ""
     assert slope_note({"calibration_slope": 0.6}, None) == "", "the number is private"
+    assert slope_note({"calibration_slope": -0.3}, 1000) == "", "the order of risks is wrong; their distance is not"
 
 
 @pytest.mark.draws

@@ -399,6 +399,9 @@ def test_an_overspent_ledger_is_refused_before_anything_is_read(place, tmp_path)
 def test_the_table_that_the_run_was_trained_on_is_no_test(place, tmp_path, capsys):
     assert evaluate(place, tmp_path / "same", data="train.csv") == 0
     assert "the run was trained on" in capsys.readouterr().err
+    shutil.copy(place / "train.csv", tmp_path / "renamed.csv")
+    assert evaluate(place, tmp_path / "renamed", data=tmp_path / "renamed.csv") == 0
+    assert "the run was trained on" in capsys.readouterr().err
     assert evaluate(place, tmp_path / "other") == 0
     assert "the run was trained on" not in capsys.readouterr().err
 

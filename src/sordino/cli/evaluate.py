@@ -114,12 +114,15 @@ def act(arguments: argparse.Namespace) -> int:
 
 
 def trained_on(model: Path, data: str) -> bool:
-    """Whether a file is the table that the run was trained on, as far as the run's folder tells."""
+    """Whether a file has the records that the run was trained on, as far as the run's folder tells."""
+    from sordino.data.identity import records_digest
     from sordino.training.folder import RunFolder
 
     try:
         source = Path(str(RunFolder.find(model).settings().get("data", "")))
-        return source.is_file() and Path(data).is_file() and source.samefile(data)
+        if not (source.is_file() and Path(data).is_file()):
+            return False
+        return source.samefile(data) or records_digest(str(source)) == records_digest(data)
     except (SordinoError, OSError):
         return False
 

@@ -112,6 +112,10 @@ def act(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _rounds(number: int) -> str:
+    return "the one round releases" if number == 1 else f"the {number:,} rounds release"
+
+
 def _tell(plan: Any, account: dict[str, Any]) -> None:
     from sordino.privacy import spending
 
@@ -126,7 +130,7 @@ def _tell(plan: Any, account: dict[str, Any]) -> None:
         rows.append(("aggregate std", f"{account['aggregate_std']:.4g} per coordinate of the averaged gradient"))
     facts(rows)
     console().print(
-        f"In words: nothing that the {plan.rounds} rounds release becomes more than e^ε = "
+        f"In words: nothing that {_rounds(plan.rounds)} becomes more than e^ε = "
         f"{math.exp(min(epsilon, 700)):.3g} times as likely if {WHO[privacy.unit]} {CHANGE[privacy.adjacency]}, up to "
         f"a slack of δ. An adversary who sees {SEEN[privacy.trust]} and guesses whether that happened, both cases "
         f"being equally likely, is right at most {100 * account['guess']:.3g} % of the time.",

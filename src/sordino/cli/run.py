@@ -366,9 +366,9 @@ def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def slope_note(measured: dict[str, Any], tests: int | None) -> str:
-    """What helps if risks are too sure on enough test records; else empty."""
+    """What helps if risks are too sure on enough test records; else empty. With a slope of 0 or less nothing does."""
     slope = measured.get("calibration_slope")
-    if slope is None or slope >= LEAST_SLOPE or tests is None or tests < LEAST_TESTS:
+    if slope is None or not 0 < slope < LEAST_SLOPE or tests is None or tests < LEAST_TESTS:
         return ""
     return (
         f"note: the calibration slope is {slope:.4g}: risks are too sure, high ones too high and low ones too low; "

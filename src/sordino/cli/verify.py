@@ -72,6 +72,10 @@ def act(arguments: argparse.Namespace) -> int:
             page.print(f"[bold red]FAILED[/]: {count} mismatch{'es' if count > 1 else ''}")
         elif not verdict.certified:
             page.print(f"[bold red]NOT CERTIFIED[/]: the run promises nothing, although {_whose(verdict)}")
+        elif arguments.complete and not complete:
+            page.print(
+                f"[bold red]FAILED[/] (--complete): not everything public was compared, although {_whose(verdict)}"
+            )
         elif not_compared:
             things = f"{len(not_compared)} thing was" if len(not_compared) == 1 else f"{len(not_compared)} things were"
             page.print(f"[bold yellow]holds, but {things} not compared[/]: {_whose(verdict)}")

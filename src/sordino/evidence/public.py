@@ -131,7 +131,7 @@ BY_ROUND = (
 )
 METRICS: Mapping[str, str] = {
     "round": PLAN,
-    **dict.fromkeys(BY_ROUND, TESTED),
+    **dict.fromkeys((*BY_ROUND, "no_better"), TESTED),
     "epsilon": ACCOUNT,
 }
 SPEC: Mapping[str, str] = {

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from sordino.core import Adjacency, Clipping, Trust, Unit
+from sordino.errors import count
 from sordino.evidence.certificate import EVALUATION, STATISTICS, group_of_site, numbers_of, ranges
 from sordino.evidence.signing import Signer, announced, fingerprint, signed
 from sordino.foreign import printable_parts
@@ -134,19 +135,22 @@ Spec SHA-256 `{cert["spec_sha256"] or "none"}`; ledger head `{cert["ledger"]["he
 
 def _what(cert: Mapping[str, Any]) -> str:
     """What was released."""
-    whose = f"{cert['clients']} clients"
+    whose = count(cert["clients"], "client")
     whose += f" ({cert['records']:,} {unit_plural(cert)})" if cert["records"] is not None else ""
     if cert["method"] == EVALUATION:
+        persons = cert["unit"] == Unit.PERSON
+        counted = "all records of a person share one count" if persons else "each record counts once"
         return (
-            f"A model was tested on the data of {whose}: each record was counted once, by its label and the model's "
-            f"score, and noise was added to the counts. The model has SHA-256 `{cert['model_sha256']}`."
+            f"A model was tested on the data of {whose}: {counted}, by label and the model's score, and noise was "
+            f"added to the counts. The model has SHA-256 `{cert['model_sha256']}`."
         )
     if cert["method"] == STATISTICS:
         return (
             f"The data of {whose} were counted, by bins and levels of some columns, and noise was added to the counts. "
             "They complete the schema of the table, by which a model may be trained later."
         )
-    return f"A model was trained with the method {cert['method']} on the data of {whose} in {cert['rounds']} rounds."
+    rounds = count(cert["rounds"], "round")
+    return f"A model was trained with the method {cert['method']} on the data of {whose} in {rounds}."
 
 
 def issue(cert: Mapping[str, Any], signer: Signer | None = None) -> tuple[dict[str, Any], str]:
@@ -418,17 +422,19 @@ def _noise(cert: Mapping[str, Any]) -> list[str]:
         return ["No noise was added."]
     kind = "discrete Gaussian" if cert.get("secure") else "Gaussian"
     clips = {query["query"]: query["clip"] for query in cert["queries"] if query["clip"]}
-    own = [
-        (std / clips[query], group)
-        for group in cert["groups"]
-        for query, stds in group["own_std"].items()
-        if query in clips
-        for std in (stds if isinstance(stds, list) else [stds])
-    ]
-    lines = [
-        f"Each client added {kind} noise to each of its messages. Its standard deviation is {_range(own, cert)} times "
-        "that length."
-    ]
+    own: dict[str, list[tuple[float, Mapping[str, Any]]]] = {}
+    for group in cert["groups"]:
+        for query, stds in group["own_std"].items():
+            if query in clips:
+                of_kind = own.setdefault(RELEASED.get(query.split()[-1], query.split()[-1]), [])
+                of_kind += [(std / clips[query], group) for std in (stds if isinstance(stds, list) else [stds])]
+    if len(own) == 1:
+        (figures,) = own.values()
+        deviation = f"is {_range(figures, cert)} times that length"
+    else:
+        each = "; ".join(f"for the {what}, {_range(figures, cert)}" for what, figures in own.items())
+        deviation = f"in multiples of that length is: {each}"
+    lines = [f"Each client added {kind} noise to each of its messages. Its standard deviation {deviation}."]
     if cert["certified"]:
         lines.append(_protecting(cert))
     if cert["certified"] and cert["trust"] == Trust.UNTRUSTED_SERVER and len(clips) == 1:

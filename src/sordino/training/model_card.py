@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sordino.core import Adjacency, Trust, Unit
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 from sordino.evidence.signing import Signer, announced, fingerprint
 from sordino.evidence.statement import ADVERSARY, PROTECTED
 from sordino.foreign import printable, printable_parts, read_json
@@ -90,7 +90,7 @@ def card(cert: Mapping[str, Any], metrics: Mapping[str, Any], about: Mapping[str
     return f"""# Model card
 
 A {about["kind"]} model of {size}, trained with the method {cert["method"]} on the data of \
-{cert["clients"]} clients in {cert["rounds"]} rounds by sordino {cert["sordino"]}. It predicts {what}.
+{count(cert["clients"], "client")} in {count(cert["rounds"], "round")} by sordino {cert["sordino"]}. It predicts {what}.
 
 ## Intended use
 
@@ -149,7 +149,9 @@ def _metrics(cert: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         key: value for key, value in values.items() if isinstance(value, int | float) and type(value) is not bool
     }
     rows = "".join(f"| {key.replace('_', ' ')} | {value:.4g} |\n" for key, value in numbers.items())
-    return f"| metric | value |\n|---|---|\n{rows}\nOn {on}. No noise hides those records from these figures."
+    why = metrics.get("no_better")
+    doubt = f"**The model is no better than a constant guess: {why}.**\n\n" if why else ""
+    return f"{doubt}| metric | value |\n|---|---|\n{rows}\nOn {on}. No noise hides those records from these figures."
 
 
 def _life_table(about: Mapping[str, Any]) -> str:

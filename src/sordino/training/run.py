@@ -64,6 +64,7 @@ from sordino.training.evaluate import (
     evaluate_clients,
     evaluate_fully,
     heterogeneity,
+    no_better,
 )
 from sordino.training.folder import SCHEMA, RunFolder, publishable, readme
 from sordino.training.leases import HeldLease, StateRegister
@@ -352,14 +353,15 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             team=team,
         ):
             done = this_round.t + 1
-            evaluated = done % run.resolved.evaluate_every == 0 or done == run.plan.rounds
+            last = done == run.plan.rounds
+            scores: dict[str, Any] = {}
+            if last or done % run.resolved.evaluate_every == 0:
+                scores = _line(evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit))
+            if last and not run.dataset.sequences and (why := no_better(run.dataset, scores)):
+                scores["no_better"] = why  # for the model card
             line: dict[str, Any] = {
                 "round": done,
-                **(
-                    _line(evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit))
-                    if evaluated
-                    else {}
-                ),
+                **scores,
                 "epsilon": finite(spending.epsilon_after(run.plan, this_round.t)),
             }
             if out:
@@ -425,7 +427,8 @@ def _begin(
     if (shared := shared_of(run, folder.root)) is not None:  # first, so that a charge of our own implies it
         shared.charge(identity, must_exist=charged)
     lease = None
-    if shared is not None or not run.resolved.source.open:
+    over = progress.done >= run.plan.rounds  # nothing more will be released
+    if not over and (shared is not None or not run.resolved.source.open):
         register = StateRegister(identity) if shared is None else stack.enter_context(shared.open())
         lease = leases.take(folder, identity, progress.done, register)
     pay(run, ledger, identity)

@@ -168,13 +168,14 @@ def join(
         if others and who not in others and others[0].startswith(f"data {identity} per {unit} "):
             raise SordinoError(
                 f"unit: '{path}' counts other {unit}s of these data, by another column or other groups, and what one "
-                f"{unit} spends does not add up with that; protect the same {unit}s, or use another ledger."
+                f"{unit} spends does not add up with that; protect the same {unit}s. Another ledger would not count "
+                "what was spent here."
             )
     if others and who not in others:
         level = others[0].partition(" per ")[2].split()[0]
         raise SordinoError(
-            f"unit: '{path}' counts these data at {level} level, which does not add up with "
-            f"{unit} level; use another ledger."
+            f"unit: '{path}' counts these data at {level} level, which does not add up with {unit} level; run with "
+            f"--unit {level}. Another ledger would not count what was spent here."
         )
     shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan) if releases is None else releases)
     if limit is None:
