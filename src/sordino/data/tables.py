@@ -474,7 +474,9 @@ def _spelt_cell(cell: Any, kind: str | None) -> str:
 def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> SordinoError:
     """What pyarrow's message means, and the remedy."""
     if "UTF8" in why or "utf8" in why or "codec can't decode" in why:
-        return WrongEncodingError(path, "some cells have other bytes")
+        number = re.search(r"In CSV column #(\d+)", why)
+        where = f"column '{names[int(number.group(1))]}' has" if number else "some cells have"
+        return WrongEncodingError(path, f"{where} other bytes")
     if wrong := re.search(
         r"In CSV column #(\d+): .*?(?:Row #(\d+): )?CSV conversion error to \w+: invalid value '(.*)'", why, re.DOTALL
     ):
