@@ -9,7 +9,7 @@ import pytest
 
 from sordino.data import readers
 from sordino.data.arrays import unit_numbers
-from sordino.data.readers import Raw, Reader, read_table, register
+from sordino.data.readers import Raw, Reader, read_table, read_texts, register
 from sordino.data.sources import load, read_features
 from sordino.data.tables import open_table
 from sordino.errors import SordinoError
@@ -105,6 +105,14 @@ def test_no_name_of_a_person_or_client_changes_those_of_others(tmp_path, name, s
     for before, after in zip(units(str(2**60)), units(name), strict=True):
         assert np.array_equal(before[:40], after[:40])
         assert before.max() == 19
+
+
+@pytest.mark.parametrize("last", ["2020-01-03 12:00", "hello", "12:00", "2020-01-03", "true"])
+def test_no_text_changes_how_others_are_spelt(tmp_path, last):
+    """The mutant: where all texts are times, pyarrow reads them as such, and they gain seconds."""
+    path = tmp_path / "t.csv"
+    path.write_text("body,y\n" + "2020-01-01 10:00,0\n" * 9 + f"{last},1\n")
+    assert read_texts(path, "body", "y", None).x[0, 0] == "2020-01-01 10:00"
 
 
 def test_names_of_clients_keep_one_spelling_and_their_order(tmp_path):
