@@ -90,7 +90,7 @@ def test_records_name_the_device_that_is_not_here(device):
 @pytest.mark.parametrize(
     ("header", "rows", "encoding", "words", "why"),
     [
-        ("a,b,label,hospital", ROWS, "latin-1", ["--partition", "by-column:hospital"], "column 'label'"),
+        ("a,b,label,hospital", ROWS, "latin-1", ["--partition", "by-column:hospital"], "column 'hospital'"),
         ("größe,b,label", ["1,2,x", "2,3,y"] * 20, "latin-1", [], "a column's name"),
         ("a,b,label", ["1,2,groß", "2,3,y"] * 20, "cp1252", [], "column 'label'"),
         ("a,größe,label", ["1,2,x", "2,3,y"] * 20, "utf-16", [], "it begins as UTF-16 does"),

@@ -8,8 +8,9 @@ import pytest
 from scipy.special import expit
 
 from sordino.cli import main
-from sordino.data.expansion import Expansion
-from sordino.data.preprocess import RADIUS, by_table
+from sordino.data import expansion
+from sordino.data.expansion import Block, Expansion
+from sordino.data.preprocess import RADIUS, by_table, preprocess
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.training.export import export
@@ -270,3 +271,22 @@ def test_too_many_features_are_refused():
     with pytest.raises(SordinoError, match=r"features: the schema makes 2,100 of them, and auto releases their covar"):
         resolved.build_model(len(fewer.features), 2)
     assert resolve(Spec.of({"data": "t.csv", "method": "dp-fedgd"}), schema=fewer).build_model(2100, 2).features == 2100
+
+
+def test_random_features_of_a_record_do_not_depend_on_the_number_of_records(monkeypatch):
+    """The mutant: a matrix product rounds a record by its place in a slice; the one that is alone in it by 8e-7."""
+    blocks = [Block(f"c{k}", [f"c{k}"]) for k in range(100)]
+    monkeypatch.setattr(expansion, "CHUNK_NUMBERS", 10 * 164)
+    x = np.random.default_rng(0).uniform(-1, 1, (51, 100)).astype(np.float32)
+    law = Expansion(rff=64)
+    assert np.array_equal(law.apply(x, blocks)[1:], law.apply(x[1:], blocks))
+
+
+@pytest.mark.parametrize("normalize", ["none", "l2", "record"])
+def test_public_statistics_whiten_each_record_by_itself(normalize):
+    rng = np.random.default_rng(0)
+    x, cov = rng.normal(size=(30, 20)).astype(np.float32), np.cov(rng.normal(size=(20, 50)))
+    together = preprocess(x, (np.zeros(20), cov), normalize)
+    apart = preprocess(x, (np.zeros(20), cov), normalize, apart=True)
+    np.testing.assert_allclose(apart, together, rtol=1e-5, atol=1e-6)
+    assert np.array_equal(apart[29:], preprocess(x[29:], (np.zeros(20), cov), normalize, apart=True))

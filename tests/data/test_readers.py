@@ -1,13 +1,17 @@
 """A data format is a reader, registered by its suffix."""
 
+import gzip
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from sordino.data import readers
-from sordino.data.readers import Raw, Reader, register
+from sordino.data.arrays import unit_numbers
+from sordino.data.readers import Raw, Reader, read_table, read_texts, register
 from sordino.data.sources import load, read_features
+from sordino.data.tables import open_table
 from sordino.errors import SordinoError
 from sordino.training import resolved
 
@@ -81,3 +85,71 @@ def test_what_a_reader_returns_is_checked(toy, file):
 def test_a_suffix_is_registered_once_and_well_formed(toy, suffix, problem):
     with pytest.raises(SordinoError, match=problem):
         register(suffix, Reader(records, features))
+
+
+@pytest.mark.parametrize("name", ["1.5", "x", "007", "9223372036854775808"])
+@pytest.mark.parametrize("suffix", [".csv", ".xlsx"])
+def test_no_name_of_a_person_or_client_changes_those_of_others(tmp_path, name, suffix):
+    """The mutant: with one 1.5, a column of long whole numbers is read as floats, and 20 persons become 2."""
+    path = tmp_path / f"t{suffix}"
+
+    def units(last):
+        rows = [[str(k), str(k % 2), str(2**60 + k // 2)] for k in range(40)] + [["40", "1", last]]
+        frame = pd.DataFrame(rows, columns=["x", "y", "who"]).astype({"x": float, "y": int})
+        frame.to_csv(path, index=False) if suffix == ".csv" else frame.to_excel(path, index=False)
+        raw = read_table(path, "y", None, "who"), read_table(path, "y", "who")
+        return unit_numbers(raw[0].person), unit_numbers(raw[1].site)
+
+    if suffix == ".xlsx":
+        pytest.importorskip("openpyxl")
+    for before, after in zip(units(str(2**60)), units(name), strict=True):
+        assert np.array_equal(before[:40], after[:40])
+        assert before.max() == 19
+
+
+@pytest.mark.parametrize("last", ["2020-01-03 12:00", "hello", "12:00", "2020-01-03", "true"])
+def test_no_text_changes_how_others_are_spelt(tmp_path, last):
+    """The mutant: where all texts are times, pyarrow reads them as such, and they gain seconds."""
+    path = tmp_path / "t.csv"
+    path.write_text("body,y\n" + "2020-01-01 10:00,0\n" * 9 + f"{last},1\n")
+    assert read_texts(path, "body", "y", None).x[0, 0] == "2020-01-01 10:00"
+
+
+def test_names_of_clients_keep_one_spelling_and_their_order(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text("x,y,ward\n1,0,10\n2,1,007\n3,0,7\n")
+    assert read_table(path, "y", "ward").site.tolist() == [10, 7, 7]
+    path.write_text("x,y,ward\n1,0,10\n2,1,007\n3,0, 7\n4,1,b\n")
+    assert read_table(path, "y", "ward").site.tolist() == ["10", "7", "7", "b"]
+    path.write_text("x,y,ward\n1,0,10\n2,1,NA\n")
+    with pytest.raises(SordinoError, match="client: 1 entries of column 'ward' are missing"):
+        read_table(path, "y", "ward")
+
+
+@pytest.mark.parametrize("cell", ['"a', 'a"', 'a"b', '"a"b', '"a""', ' "a"'])
+def test_a_loose_quote_hides_no_other_record(tmp_path, cell):
+    """The mutant: all records below the one with the cell are gone."""
+    path = tmp_path / "t.csv"
+    path.write_text(f'x,y,note\n1,0,"b"\n2,1,{cell}\n' + '3,0,""\n' * 20)
+    with pytest.raises(SordinoError, match="a quote that neither begins nor ends a cell"):
+        open_table(path)
+
+
+def test_quoted_cells_may_have_several_lines(tmp_path):
+    """Without the option for it, pyarrow refuses such a cell where a block of the file ends in it."""
+    path = tmp_path / "t.csv.gz"
+    cells = [f'"{k}, ""one"" and\r\ntwo"' for k in range(100_000)]
+    path.write_bytes(
+        gzip.compress(("x,note\r\n" + "".join(f"{k},{cell}\r\n" for k, cell in enumerate(cells))).encode())
+    )
+    table = open_table(path)
+    assert table.num_rows == 100_000
+    assert table.column("note")[70_000].as_py() == '70000, "one" and\r\ntwo'
+
+
+def test_errors_quote_no_cell(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_text('x,y\n1,0\n"secret\ncell",1\n')
+    with pytest.raises(SordinoError) as told:
+        open_table(path, types={"x": "number"})
+    assert "secret" not in str(told.value)

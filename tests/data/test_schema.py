@@ -4,6 +4,7 @@ import gzip
 import lzma
 import re
 import tomllib
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.data import tables
+from sordino.data.arrays import unit_numbers
 from sordino.data.schema import BLANK, Schema, draft
 from sordino.errors import SordinoError
 
@@ -196,6 +198,48 @@ def test_an_excel_sheet_is_read_as_a_text_file_is(tmp_path):
         book.active.append(row)
     book.save(tmp_path / "t.xlsx")
     np.testing.assert_allclose(small().open(tmp_path / "t.xlsx").x, [[0.5, 0], [0, 1]])
+
+
+@pytest.mark.parametrize("cell", ["x", "1", 1.5, True, None, datetime(2020, 5, 1, 12), 10**17, 2.0**60])
+def test_no_cell_of_a_sheet_changes_how_other_records_are_read(tmp_path, cell):
+    """The mutant: where a column has cells of several types, every cell of the sheet is spelt as Python spells it."""
+    openpyxl = pytest.importorskip("openpyxl")
+    schema = Schema.of(
+        {
+            "person": "who",
+            "target": {"column": "y", "levels": ["0", "1"]},
+            "columns": {
+                "n": {"type": "number", "range": [0, 9]},
+                "stage": {"type": "category", "levels": ["1", "2", "100000000000000000"]},
+                "flag": {"type": "category", "levels": ["true", "false"]},
+                "day": {"type": "date", "range": ["2020-01-01", "2020-12-31"]},
+            },
+        }
+    )
+
+    def opened(*changed):
+        book = openpyxl.Workbook()
+        book.active.append(["n", "stage", "flag", "day", "y", "who"])
+        rows = [
+            [k / 2, 10**17 if k == 1 else float(k), bool(k % 2), datetime(2020, 1, 1 + k), float(k % 2), 2**50 + k // 2]
+            for k in range(6)
+        ]
+        for column in changed:
+            rows[5][column] = cell
+        for row in rows:
+            book.active.append(row)
+        book.save(tmp_path / "t.xlsx")
+        return schema.open(tmp_path / "t.xlsx")
+
+    before = opened()
+    for column in range(6):
+        try:
+            after = opened(column)
+        except SordinoError:  # the cell does not fit the column
+            continue
+        assert np.array_equal(after.x[:5], before.x[:5])
+        assert np.array_equal(after.y[:5], before.y[:5])
+        assert np.array_equal(unit_numbers(after.person)[:5], unit_numbers(before.person)[:5])
 
 
 @pytest.mark.parametrize(

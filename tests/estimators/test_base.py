@@ -14,8 +14,9 @@ from sklearn.model_selection import GridSearchCV
 import sordino
 from sordino import FederatedClassifier, FederatedCox, FederatedRegressor, Schema, SordinoError
 from sordino.data import tables
+from sordino.data.arrays import unit_numbers
 from sordino.estimators.pipelines import PREPARED
-from sordino.estimators.reading import WEIGHTED
+from sordino.estimators.reading import WEIGHTED, entries
 from sordino.evidence.ledger import Ledger
 
 SCHEMA = {
@@ -462,3 +463,12 @@ def test_columns_that_the_schema_does_not_mention_are_named():
     frame = table(60).assign(note="x")
     with pytest.warns(UserWarning, match=r"^columns: note are not in the schema, so they are not used"):
         fast().fit(frame)
+
+
+def test_no_id_in_a_list_changes_those_of_others():
+    """The mutant: with one 1.5 in the list, NumPy makes floats of all ids, and 20 persons become 2."""
+    ids = [2**60 + k // 2 for k in range(40)]
+    before = unit_numbers(entries([*ids, 2**60], 41))
+    assert before.max() == 19
+    for other in (1.5, "x", 2**70, True):
+        assert np.array_equal(unit_numbers(entries([*ids, other], 41))[:40], before[:40])

@@ -194,6 +194,15 @@ def rebound_card(cert, out):
     cert["card_sha256"] = sha256(out / "public" / "MODEL_CARD.md")
 
 
+def no_test_records(cert, out):
+    """No noise hides the test records, so a smaller number of them promises more."""
+    cert["test_records"] = 0
+
+
+def fewer_test_records(cert, out):
+    cert["test_records"] -= 1
+
+
 def longer_curve(cert, out):
     with open(out / "public" / "curve.png", "ab") as file:
         file.write(b"x")
@@ -205,6 +214,8 @@ CAUGHT = [
     ("plain", stronger_card, "MODEL_CARD.md is not the one that the certificate names"),
     ("plain", rebound_card, "MODEL_CARD.md does not say what certificate, metrics and model say"),
     ("plain", longer_curve, "curve.png is not the one"),
+    ("plain", no_test_records, "the scores in metrics.jsonl are not of 0 test records"),
+    ("plain", fewer_test_records, "the scores in metrics.jsonl are not of 358 test records"),
     ("plain", half_epsilon, "epsilon"),
     ("seeded", relabelled, r"noise_source: the certificate says \"secure\""),
     ("scaffold", relabelled, "certified: the certificate says true"),

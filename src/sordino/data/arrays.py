@@ -39,6 +39,20 @@ def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None
     return x
 
 
+def each_times(x: np.ndarray, matrix: np.ndarray) -> np.ndarray:
+    """Every row times a matrix of the same type, by itself.
+
+    A product of all rows rounds each by its place and by how many there are, so the last bits of a record would tell
+    how many records came before it, which is hidden where persons or clients are protected.
+    """
+    out = np.empty((len(x), matrix.shape[1]), matrix.dtype)
+    row, product = np.empty(x.shape[1], matrix.dtype), np.empty(matrix.shape[1], matrix.dtype)
+    for k in range(len(x)):
+        row[:] = x[k]
+        out[k] = np.dot(row, matrix, out=product)
+    return out
+
+
 def check_same_length(a: np.ndarray, name: str, b: np.ndarray, other: str) -> None:
     if len(a) != (len(b) if b.ndim else 1):
         raise SordinoError(f"{other}: {b.size} entries for {len(a)} records in {name}; there must be one for each.")
@@ -86,7 +100,16 @@ def unit_numbers(names: np.ndarray) -> np.ndarray:
 
 def _one_spelling(name: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-    text = "".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp"))
+    return plain_name("".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp")))
+
+
+def plain_name(name: str) -> str:
+    """A name without spaces around it; a whole number has one spelling, whatever the other names are.
+
+    >>> plain_name(" 007 "), plain_name("7.0"), plain_name("P7")
+    ('7', '7', 'P7')
+    """
+    text = name.strip()
     if whole := re.fullmatch(r"\+?(\d+)(?:\.0*)?", text):
         return whole[1].lstrip("0") or "0"
     return text

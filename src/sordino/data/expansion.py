@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from sordino.data.arrays import each_times
 from sordino.errors import SordinoError, nearest
 
 LINEAR, BINS, INTERACTIONS, RFF = "linear", "bins", "interactions", "rff"
@@ -215,7 +216,7 @@ class Expansion:
             out[:, at : at + width] = products.reshape(len(x), width)
             at += width
         if self.rff:
-            waves = x @ matrix
+            waves = each_times(x, matrix)
             waves += phase
             np.cos(waves, out=waves)
             np.multiply(waves, math.sqrt(2 * len(blocks) / self.rff), out=out[:, at:])

@@ -22,13 +22,10 @@ import numpy as np
 
 from sordino.data import tables
 from sordino.data.readers import read_arrays
-from sordino.data.tables import Dialect
+from sordino.data.tables import MISSING, Dialect
 from sordino.errors import SordinoError
 
 EXACT = 2**53  # integers below it are exact as float64
-# Texts that pyarrow or pandas read as a missing cell where they guess the type.
-MISSING = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"}
-MISSING |= {"NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
 TRUTH = {"true": "1", "false": "0"}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from sordino.core import SAFETY
+from sordino.data.arrays import each_times
 from sordino.data.readers import read_arrays
 from sordino.data.splits import parse_number
 from sordino.errors import SordinoError, nearest
@@ -21,11 +22,16 @@ FEATURES_THRESHOLD = 16  # with fewer features, removing a record's mean and nor
 RIDGE = 1e-3  # share of the mean eigenvalue; keeps whitening bounded if the public covariance is singular
 
 
-def preprocess(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str) -> np.ndarray:
-    """Centre and whiten by public (mean, cov), then normalise each record separately. Neither costs privacy."""
+def preprocess(
+    x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None, normalize: str, *, apart: bool = False
+) -> np.ndarray:
+    """Centre and whiten by public (mean, cov), then normalise each record separately. Neither costs privacy.
+
+    apart: where the number of records is not public; see `arrays.each_times`. It is slower.
+    """
     if normalize == "record":
-        return by_record(x, public)
-    return scaler(normalize)(x if public is None else whiten(x, *public))
+        return by_record(x, public, apart)
+    return scaler(normalize)(x if public is None else whiten(x, *public, apart=apart))
 
 
 def scaler(normalize: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -62,7 +68,7 @@ def norms(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.sqrt(np.einsum("ij,ij->i", x, x, dtype=np.float64)))[:, None]
 
 
-def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None) -> np.ndarray:
+def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None, apart: bool = False) -> np.ndarray:
     """Remove skew, offset and scale of each record separately, and scale it to norm RADIUS.
 
     A record without negative entries (amounts, intensities, activations) is replaced by its square roots, which reduce
@@ -71,14 +77,15 @@ def by_record(x: np.ndarray, public: tuple[np.ndarray, np.ndarray] | None = None
     """
     features = x.shape[1]
     if features < FEATURES_THRESHOLD:
-        x = x if public is None else whiten(x, *public)
+        x = x if public is None else whiten(x, *public, apart=apart)
         return np.asarray(x * (RADIUS / np.maximum(norms(x), math.sqrt(features))), np.float32)
     amounts = (x >= 0).all(1, keepdims=True)
     if public is None:
         z = np.where(amounts, np.sqrt(np.abs(x)), x).astype(np.float64)
         z -= z.mean(1, keepdims=True)
     else:
-        z = np.where(amounts, whiten(np.sqrt(np.abs(x)), *of_roots(*public), 0.25), whiten(x, *public, 0.25))
+        of_amounts = whiten(np.sqrt(np.abs(x)), *of_roots(*public), 0.25, apart)
+        z = np.where(amounts, of_amounts, whiten(x, *public, 0.25, apart))
     norm = norms(z)
     real = norm > 1e-6 * norms(x)  # otherwise all features are equal, and only rounding errors remain
     return np.asarray(np.where(real, z * (RADIUS / np.where(real, norm, 1)), 0), np.float32)
@@ -99,9 +106,10 @@ def of_roots(mean: np.ndarray, cov: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     return np.sqrt(mean) * (1 + np.diag(cov) / mean**2) ** -0.125, cov * np.outer(half, half)
 
 
-def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray, power: float = 0.5) -> np.ndarray:
+def whiten(x: np.ndarray, mean: np.ndarray, cov: np.ndarray, power: float = 0.5, apart: bool = False) -> np.ndarray:
     """(x - mean) V diag((lambda + ridge)^-power) V^T, for cov = V diag(lambda) V^T."""
-    return np.asarray((x - mean) @ whitening(cov, power), np.float32)
+    matrix = whitening(cov, power)
+    return np.asarray(each_times(x - mean, matrix) if apart else (x - mean) @ matrix, np.float32)
 
 
 def whitening(cov: np.ndarray, power: float = 0.5) -> np.ndarray:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sordino.data import tables
-from sordino.data.arrays import check_features
+from sordino.data.arrays import check_features, plain_name
 from sordino.data.tables import open_table
 from sordino.errors import SordinoError, nearest
 
@@ -123,7 +123,7 @@ def _open_with_roles(
     path: Path, label: str | None, others: Mapping[str, str | None], *, labelled: bool = True
 ) -> tuple[Any, list[str], dict[str, str | None]]:
     """A table, its columns, and which of them have a role. The label's, if any, may be found by its usual name."""
-    table = open_table(path)
+    table = open_table(path, spelt=[name for name in others.values() if name is not None])
     # A data frame's saved index is a name of the row, not a feature of it.
     names = [name for name in table.column_names if not re.fullmatch(r"__index_level_\d+__", name)]
     if len(set(names)) < len(names) or "" in names:
@@ -159,7 +159,7 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     x = np.empty((table.num_rows, len(features)), np.float32)
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
         for j, name in enumerate(features):
-            x[:, j] = numeric[name]
+            x[:, j] = np.asarray(numeric[name], np.float64)  # whole numbers round as in a column with fractions
     y, site, who = _roles(table, roles)
     return Raw(x, y, site, features=features, person=who)
 
@@ -205,7 +205,7 @@ def text_column(table: Any, name: str, path: Path, field: str = "text") -> list[
     if name not in table.column_names:
         raise SordinoError(f"{field}: '{path}' has no column '{name}'.{nearest(name, table.column_names)}")
     tables.check_encoding(table, [name], path)
-    if _numeric(table.column(name)) is not None:
+    if _numeric(table.column(name)) is not None or tables.are_numbers(table.column(name)):
         raise SordinoError(f"{field}: column '{name}' of '{path}' holds numbers; name a column of text.")
     cells = tables.texts(table.column(name)).to_pylist()
     if absent := sum(cell is None or cell == "" for cell in cells):
@@ -228,7 +228,9 @@ def columns_of(table: Any, columns: Sequence[str], count: int, where: str) -> np
     numeric = [_numeric(table.column(name)) for name in names]
     if any(values is None for values in numeric):
         raise SordinoError(f"data: columns of {where} that the model needs are not numeric.")
-    return check_features(np.stack([np.asarray(values, np.float32) for values in numeric], 1), "x", names)
+    return check_features(
+        np.stack([np.asarray(values, np.float64).astype(np.float32) for values in numeric], 1), "x", names
+    )
 
 
 def _numeric(column: Any) -> np.ndarray | None:
@@ -248,10 +250,23 @@ def _words(column: Any, field: str, name: str) -> np.ndarray:
     missing, values = column.null_count, _numeric(column)
     if values is None:
         values = column.to_numpy()
-        missing = missing or np.count_nonzero(values == "")
+        named = field != "label"
+        blank = tables.MISSING if named else {""}
+        missing = missing or sum(value in blank for value in values)
     if missing:
         raise SordinoError(f"{field}: {missing} entries of column '{name}' are missing; fill or drop those records.")
-    return values.astype(str) if values.dtype == object else np.asarray(values)
+    if values.dtype != object:
+        return np.asarray(values)
+    return _names(values.astype(str)) if named else values.astype(str)
+
+
+def _names(values: np.ndarray) -> np.ndarray:
+    """Names of clients or persons: each is spelt by itself, and if all are whole numbers they are sorted as these."""
+    distinct, index = np.unique(values, return_inverse=True)
+    plain = np.array([plain_name(str(name)) for name in distinct])
+    if all(re.fullmatch(r"\d{1,18}", name) for name in plain):
+        plain = plain.astype(np.int64)
+    return plain[index.reshape(-1)]
 
 
 register(".npz", Reader(read_npz, npz_features))

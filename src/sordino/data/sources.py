@@ -188,8 +188,8 @@ def load(
         )
 
     public = None if public_stats is None else read_public_statistics(Path(public_stats).expanduser(), x.shape[1])
-    x = preprocess(x, public, normalize)
-    x_test = preprocess(x_test, public, normalize)
+    apart = raw.person is not None or whole_clients
+    x, x_test = (preprocess(part, public, normalize, apart=apart) for part in (x, x_test))
     names, public_classes = tuple(raw.features or ()), tuple(found if classes is None else classes)
     return Dataset(
         *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),

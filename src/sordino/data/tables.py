@@ -10,6 +10,7 @@ import codecs
 import csv
 import gzip
 import io
+import itertools
 import lzma
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,10 @@ WRITTEN_DATES = (
     "%Y/%m/%d",
 )
 SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".xlsx")
+# Texts that pyarrow or pandas read as a missing cell where they guess the type.
+MISSING = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"}
+MISSING |= {"NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
+BLOCK_BYTES = 2**22
 BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -77,8 +82,9 @@ def open_table(
     *,
     types: Mapping[str, str] | None = None,
     missing: Sequence[str] | None = None,
+    spelt: Sequence[str] = (),
 ) -> Any:
-    """Read a table.
+    """Read a table. No cell decides how the cells of other records are read, unless the table is refused for it.
 
     Args:
         path: A .csv, .tsv, .parquet or .xlsx file; .csv and .tsv may end in .gz, .bz2 or .xz too.
@@ -86,6 +92,8 @@ def open_table(
         types: Columns to read, each as `number`, `text` or `level` (a text with few distinct values); all others are
             skipped. None reads everything and guesses.
         missing: Cells of a text file that mean that a value is missing.
+        spelt: Columns of a text file or workbook whose cells stay texts where types are guessed, because a guess
+            depends on all cells: with one 1.5 among long whole numbers, equal ones and others would be the same.
 
     Returns:
         A pyarrow table.
@@ -105,9 +113,9 @@ def open_table(
             levels = [name for name, kind in (types or {}).items() if kind == "level"]
             table = pa.parquet.ParquetFile(path, read_dictionary=levels).read(columns=names)
         elif suffix == ".xlsx":
-            table = _excel(path)
+            table = _excel(path, types, spelt)
         else:
-            return _text(path, dialect or Dialect(), types, missing)
+            return _text(path, dialect or Dialect(), types, missing, spelt)
     except (pa.ArrowException, OSError) as error:
         raise _unreadable(path, error) from None
     if types is not None:
@@ -205,6 +213,18 @@ def texts(column: Any, missing: Sequence[str] = ()) -> Any:
     if missing:
         text = pc.if_else(pc.is_in(text, value_set=pa.array(list(missing), pa.string())), None, text)
     return text
+
+
+def are_numbers(column: Any) -> bool:
+    """Whether all cells of a column of texts are numbers."""
+    import pyarrow as pa
+
+    if pa.types.is_temporal(column.type) or pa.types.is_nested(column.type):
+        return False
+    try:
+        return bool(len(texts(column).cast(pa.float64())))
+    except pa.ArrowInvalid:
+        return False
 
 
 def _date(cell: str, form: str | None) -> date | None:
@@ -312,16 +332,23 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing: Sequence[str] | None) -> Any:
+def _text(
+    path: Path,
+    dialect: Dialect,
+    types: Mapping[str, str] | None,
+    missing: Sequence[str] | None,
+    spelt: Sequence[str],
+) -> Any:
     import pyarrow as pa
     import pyarrow.csv
 
     names, delimiter = heading(path, dialect)
+    several_lines = _check_quotes(path, delimiter)
     if types is not None:
         check_columns(names, list(types), path)
     kinds = {"number": pa.float64(), "text": pa.string(), "level": pa.dictionary(pa.int32(), pa.string())}
     convert = pa.csv.ConvertOptions(
-        column_types={name: kinds[kind] for name, kind in (types or {}).items()},
+        column_types={name: kinds[kind] for name, kind in (types or dict.fromkeys(spelt, "text")).items()},
         include_columns=list(types) if types is not None else None,
         decimal_point=dialect.decimal,
         strings_can_be_null=types is not None,
@@ -332,9 +359,53 @@ def _text(path: Path, dialect: Dialect, types: Mapping[str, str] | None, missing
     )
     try:
         with _stream(path) if path.suffix.lower() in COMPRESSED else pa.OSFile(str(path)) as stream:
-            return pa.csv.read_csv(stream, read, pa.csv.ParseOptions(delimiter=delimiter), convert)
+            parse = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=several_lines)
+            return pa.csv.read_csv(stream, read, parse, convert)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
         raise _explained(path, str(error), names, dialect) from None
+
+
+def _check_quotes(path: Path, delimiter: str) -> bool:
+    """Refuse a quote that belongs to no quoted cell: up to the next quote it could hide the records that follow.
+
+    Args:
+        path: The text file.
+        delimiter: What separates its cells.
+
+    Returns:
+        Whether a quoted cell holds line ends.
+
+    Raises:
+        SordinoError: A quote stands within a cell that is not quoted, or a quoted cell does not end.
+    """
+    ends = (delimiter.encode(), b"\r", b"\n")
+    number, inside, several_lines = 1, False, False
+    try:
+        with _stream(path) as stream:
+            if not any(b'"' in block for block in iter(lambda: stream.read(BLOCK_BYTES), b"")):
+                return False
+        with _stream(path) as stream:
+            stream.readline(1 << 20)  # the heading
+            for line in stream:
+                number, several_lines = number + 1, several_lines or inside
+                parts = line.split(b'"')
+                for before, after in itertools.pairwise(parts):  # beside a quote; empty beside a second one
+                    fits = not after or after.startswith(ends) if inside else not before or before.endswith(ends)
+                    if not fits:
+                        raise _loose_quote(path, number)
+                    inside = not inside
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise _unreadable(path, error) from None
+    if inside:
+        raise _loose_quote(path, number)
+    return several_lines
+
+
+def _loose_quote(path: Path, line: int) -> SordinoError:
+    return SordinoError(
+        f"data: line {line} of '{path}' has a quote that neither begins nor ends a cell, or a quoted cell that does "
+        "not end; write a cell with a quote in quotes, and the quote in it twice."
+    )
 
 
 def release_memory() -> None:
@@ -349,33 +420,65 @@ def _stream(path: Path) -> Any:
     return opener(path, "rb") if opener else open(path, "rb")
 
 
-def _excel(path: Path) -> Any:
+def _excel(path: Path, types: Mapping[str, str] | None, spelt: Sequence[str]) -> Any:
     """The first sheet of a workbook; its first row names the columns."""
     import pyarrow as pa
 
     openpyxl = optional("openpyxl", "excel", f"data: '{path}'")
     try:
         sheet = openpyxl.load_workbook(io.BytesIO(path.read_bytes()), read_only=True, data_only=True).worksheets[0]
+        rows = list(sheet.iter_rows(values_only=True))
     except Exception as error:  # a damaged archive fails in many ways
         raise _unreadable(path, error) from None
-    rows = list(sheet.iter_rows(values_only=True))
     if not rows:
         raise SordinoError(f"data: the first sheet of '{path}' is empty; put a heading and records there.")
     names = ["" if name is None else str(name).strip() for name in rows[0]]
     columns = [list(cells) for cells in zip(*rows[1:], strict=False)] or [[] for _ in names]
-    try:
-        arrays = [pa.array(cells) for cells in columns]
-    except pa.ArrowException:
-        arrays = [pa.array([None if cell is None else str(cell) for cell in cells]) for cells in columns]
+    kinds = dict.fromkeys(spelt, "text") if types is None else types
+    arrays = [_sheet_column(cells, kinds.get(name)) for name, cells in zip(names, columns, strict=True)]
     return pa.Table.from_arrays(arrays, names=names)
+
+
+def _sheet_column(cells: Sequence[Any], kind: str | None) -> Any:
+    """A column of a workbook. Where its cells are of several types, each is spelt by itself.
+
+    kind: `number`, `text` or `level`; None guesses.
+    """
+    import pyarrow as pa
+
+    present = [cell for cell in cells if cell is not None]
+    if not present:
+        return pa.nulls(len(cells))
+    if kind in (None, "text") and all(type(cell) is datetime for cell in present):
+        return pa.array(cells, pa.timestamp("us"))
+    if kind in (None, "number") and all(isinstance(cell, int | float) for cell in present):
+        if kind is None and all(type(cell) is bool for cell in present):
+            return pa.array(cells, pa.bool_())
+        if kind is None and all(isinstance(cell, int) and abs(cell) < 2**63 for cell in present):
+            return pa.array([None if cell is None else int(cell) for cell in cells], pa.int64())
+        return pa.array([None if cell is None else float(cell) for cell in cells], pa.float64())
+    return pa.array([None if cell is None else _spelt_cell(cell, kind) for cell in cells], pa.string())
+
+
+def _spelt_cell(cell: Any, kind: str | None) -> str:
+    """The text that stands for a cell of a workbook, whatever the other cells are."""
+    if isinstance(cell, bool):
+        return str(int(cell)) if kind == "number" else str(cell).lower()
+    if isinstance(cell, float) and cell.is_integer():
+        return str(int(cell))
+    if isinstance(cell, datetime) and not (cell.hour or cell.minute or cell.second or cell.microsecond):
+        return cell.date().isoformat()
+    return str(cell)
 
 
 def _explained(path: Path, why: str, names: Sequence[str], dialect: Dialect) -> SordinoError:
     """What pyarrow's message means, and the remedy."""
     if "UTF8" in why or "utf8" in why or "codec can't decode" in why:
-        return WrongEncodingError(path, "some cells have other bytes")
+        number = re.search(r"In CSV column #(\d+)", why)
+        where = f"column '{names[int(number.group(1))]}' has" if number else "some cells have"
+        return WrongEncodingError(path, f"{where} other bytes")
     if wrong := re.search(
-        r"In CSV column #(\d+): .*?(?:Row #(\d+): )?CSV conversion error to \w+: invalid value '(.*)'", why
+        r"In CSV column #(\d+): .*?(?:Row #(\d+): )?CSV conversion error to \w+: invalid value '(.*)'", why, re.DOTALL
     ):
         column, row, cell = names[int(wrong.group(1))], wrong.group(2), wrong.group(3)
         where = f", line {row}" if row else ""

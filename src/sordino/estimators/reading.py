@@ -139,13 +139,16 @@ def check_roles(schema: Schema | None, groups: Any, persons: Any) -> None:
 
 def entries(given: Any, records: int, field: str = "groups") -> np.ndarray:
     """One entry per record, none of them missing."""
-    array = np.asarray(given)
+    array = np.asarray(given, object if isinstance(given, list | tuple) else None)  # one type for all would round ids
     if array.shape != (records,):
         raise SordinoError(f"{field}: shape {array.shape} for {records} records; give one entry per record.")
     missing = sum(each is None or each != each for each in array.tolist())
     if missing:
         raise SordinoError(f"{field}: {missing} entries are missing; fill them or drop those records.")
-    return array.astype(str) if array.dtype == object else array
+    if array.dtype != object:
+        return array
+    whole = all(isinstance(each, int | np.integer) and abs(int(each)) < 2**63 for each in array.tolist())
+    return array.astype(np.int64 if whole else str)
 
 
 def column_error(given: Any) -> SordinoError | None:

@@ -113,7 +113,7 @@ class LoadedRun:
         name = tomllib.loads(self.about["spec"]).get(field)
         if name is None or tables.suffix_of(path) not in tables.SUFFIXES:
             return sentences(str(path))
-        return text_column(tables.open_table(path), str(name), path, field)
+        return text_column(tables.open_table(path, spelt=[str(name)]), str(name), path, field)
 
     @property
     def writes(self) -> bool:

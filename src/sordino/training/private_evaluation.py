@@ -134,7 +134,7 @@ def prepare(
     check_known("person_ids", person_ids, PERSON_IDS)
     columns = label, client, person
     x, y, site, who = labelled(str(data), run.classes, run.features, int(run.about["features"]), run.schema, *columns)
-    x = preprocess(x, None if run.schema is not None else run.public, run.normalize)
+    x = preprocess(x, None if run.schema is not None else run.public, run.normalize, apart=who is not None)
     sites = np.zeros(len(y), int) if site is None else np.unique(site, return_inverse=True)[1]
     names = () if site is None else tuple(str(name) for name in np.unique(site))
     sites, promised = sites.reshape(-1), (epsilon, delta, Unit.RECORD if who is None else Unit.PERSON, adjacency, trust)

@@ -198,6 +198,7 @@ def _against_spec(
         yield f"no plan follows from spec.toml ({error})"
         return
     yield from differences(cert, rebuilt)
+    yield from _against_scores(cert, path.with_name(BOUND["metrics_sha256"]))
     verdict.assumed.clear()  # the rebuilt plan gives them
     if resolved.spec.integers:
         verdict.gaps.append(f"{LENGTHS} model and features")
@@ -206,6 +207,21 @@ def _against_spec(
             f"the code: sordino {cert['sordino']} with other sources wrote the certificate, and this installation "
             "rebuilt its numbers"
         )
+
+
+def _against_scores(cert: Mapping[str, Any], path: Path) -> Iterator[str]:
+    """The scores are of as many test records as the certificate says: no noise hides these, so it must not say fewer.
+
+    A share of right answers is a whole number over that of the test records.
+    """
+    tested = cert["test_records"]
+    if tested is None or not path.is_file():
+        return
+    lines = [read_json(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    shares = [line["accuracy"] for line in lines if isinstance(line.get("accuracy"), float)]
+    right = [share * tested for share in shares if math.isfinite(share)]
+    if (lines and not tested) or any(abs(number - round(number)) > 1e-6 * tested for number in right):
+        yield f"the scores in {path.name} are not of {tested:,} test records"
 
 
 def answers_of(cert: dict[str, Any], plan: Plan) -> tuple[tuple[Answer, ...], ...]:
