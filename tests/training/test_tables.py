@@ -16,6 +16,7 @@ from sordino.errors import SordinoError
 from sordino.training import run
 from sordino.training.export import torch_module
 from sordino.training.predict import load_run
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
 from tests.support import tiers
@@ -333,3 +334,21 @@ def test_a_run_keeps_its_schema_and_notices_another(files):
     kept.write_text(copy.read_text())
     with pytest.raises(SordinoError, match="changed since round"):
         list(run.rounds(run.prepare(run.reopen(out)), out))
+
+
+def test_a_described_table_is_of_one_client_unless_somebody_names_more(tmp_path):
+    rows = "".join(f"{k % 7},{'yes' if k % 3 else 'no'}\n" for k in range(60))
+    (tmp_path / "t.csv").write_text("age,outcome\n" + rows)
+    target = {"column": "outcome", "task": "classes", "levels": ["no", "yes"]}
+    schema = Schema.of({"target": target, "columns": {"age": {"type": "number", "range": [0, 9]}}})
+    (tmp_path / "schema.toml").write_text(schema.toml())
+    given = {"data": str(tmp_path / "t.csv"), "schema": str(tmp_path / "schema.toml")}
+
+    def clients(**keys):
+        resolved = resolve(Spec.of({**given, **keys}))
+        return int(resolved.owners(resolved.read_data()).max()) + 1
+
+    assert clients() == 1
+    assert clients(clients=3) == 3
+    assert clients(partition="iid") == 10
+    assert clients(schema=None, label="outcome") == 10

@@ -27,8 +27,9 @@ RUN_FLAGS = (
     (
         "--clients",
         "clients",
-        "number of clients among whom records are split (default: 10, or as many as the partition brings); a column "
-        "with the hospital of each record is named by --partition by-column:NAME, or client in the schema",
+        "number of clients among whom records are split (default: 10, or as many as the partition brings; 1 for "
+        "a schema that names no clients); a column with the hospital of each record is named by --partition "
+        "by-column:NAME, or client in the schema",
     ),
     (
         "--partition",

@@ -58,7 +58,7 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
       epsilon, delta, unit, adjacency, trust: the guarantee, as in `sordino.Privacy`. epsilon = inf: no noise.
       rounds: number of rounds; by default that of the method.
       clients: number of simulated clients if there are no groups, at most the number of records; by default 10, or as
-        many as there are records.
+        many as there are records; 1 with a schema.
       divisor: `pooled` or `client-mean`.
       normalize: `none`, `l2` (every record to norm 1) or `clip:R` (norms at most R); by default as the
         method needs it.

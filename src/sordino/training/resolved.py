@@ -669,7 +669,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         _written(spec, schema),
         partition=partition_text,
         unit=unit,
-        clients=10 if spec.clients is None and not partition.brings_clients else spec.clients,
+        clients=_clients(spec, schema, partition),
         model_options=model_options,
     )
     privacy = Privacy(
@@ -736,6 +736,14 @@ def _partition_text(spec: Spec, schema: Schema | None, person: str | None, is_op
     if schema is not None and law == "by-column":
         raise SordinoError("partition: the schema names the client column; write by-site, or leave partition out.")
     return law + colon + (_whole_path(argument) if law == "counts" else argument)
+
+
+def _clients(spec: Spec, schema: Schema | None, partition: Partition) -> int | None:
+    """How many clients share the records; None where the partition tells. A described table is of one party, unless its
+    schema names more."""
+    if spec.clients is not None or partition.brings_clients:
+        return spec.clients
+    return 10 if schema is None or spec.partition is not None else 1
 
 
 def _model_options(spec: Spec) -> dict[str, Any]:

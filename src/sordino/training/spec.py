@@ -47,7 +47,7 @@ class Spec:
     public_data: bool | None = None  # true: everybody may see these records
     length: int = 64  # tokens per text
     # clients
-    clients: int | None = None  # by default 10, or as many as the partition brings
+    clients: int | None = None  # by default 10, or as many as the partition brings; 1 if a schema names none
     partition: str | None = None  # by default dirichlet for benchmarks and public data, else iid
     sizes: str = "equal"
     split_seed: int = 0
