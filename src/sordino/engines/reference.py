@@ -91,7 +91,7 @@ def run(
     for round_plan in round_plans(plan, model):
         if round_plan.t == stop:
             return
-        records.check_unchanged()
+        preconditions.check_unchanged(model, records)
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
             state = rule.init(theta, round_plan.facts, state)

@@ -172,7 +172,7 @@ def run(
             stream = IntegerStream()
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
-            records.check_unchanged()
+            preconditions.check_unchanged(model, records)
             records.keep(round_plan.cohort)
             broadcast = Broadcast(theta, rule.broadcast(state))
             centre = centre_of(broadcast)
