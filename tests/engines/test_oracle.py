@@ -1,7 +1,10 @@
 """The client's side of a round: what leaves is clipped, noised with care, and counted."""
 
 import math
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from sordino.core import Batch, Kind, Lemma, Local, Method, Privacy, Query, Rule, Stage, Trust, Unit
 from sordino.data.records import Records
-from sordino.engines import reference, simulate
+from sordino.engines import oracle, reference, simulate
 from sordino.engines.oracle import clipped, noised
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
@@ -360,3 +363,31 @@ def test_two_answers_of_one_query_do_not_share_the_noise_of_a_sum(engine, trust)
     records = small()
     with pytest.raises(SordinoError, match="two answers of one query"):
         list(engine.run(plan_for(records, method, trust=trust), Linear(3, 2), records, Seeded(0)))
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_dropout_of_two_threads_is_drawn_in_turn(mutant, monkeypatch):
+    """They share torch's generator: a mutant without turns draws from what the process had before, which others may
+    know."""
+    if mutant:
+        monkeypatch.setattr(oracle, "_generator", nullcontext())
+    entered, left, model = threading.Event(), threading.Event(), SimpleNamespace(random=True)
+
+    def other():
+        with oracle.seeded_dropout(model, torch.zeros(1), lambda: 2):
+            entered.set()
+            left.wait(0.3)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        public = torch.rand(3)
+        torch.manual_seed(7)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(10)
+        # The other thread began first and ends first, and puts back what it found.
+        with oracle.seeded_dropout(model, torch.zeros(1), lambda: 1):
+            left.set()
+            thread.join()
+            drawn = torch.rand(3)
+    assert torch.equal(drawn, public) == mutant

@@ -8,6 +8,7 @@ axis.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -48,6 +49,7 @@ from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves, rebuild
 
 ONE_BATCH = "the bound of this stage is about one minibatch per round; ask all questions about it, with on=batch"
+_generator = threading.RLock()
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
@@ -132,7 +134,8 @@ def seeded_dropout(model: Any, like: Tensor, seed: Callable[[], int] | None) -> 
     if not getattr(model, "random", False) or seed is None:
         yield
         return
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+    # All threads draw from one generator of torch: another one would restore or seed it in the middle of this sum.
+    with _generator, torch.random.fork_rng([like.device] if like.is_cuda else []):
         torch.manual_seed(seed())
         yield
 

@@ -262,7 +262,8 @@ def form(module: nn.Module, *functions: Any) -> list[Any]:
       functions: others that read its outputs, such as a loss.
     """
     found: list[Any] = [tuple(getattr(nn.modules.module, name, {}).values()) for name in _EVERYWHERE]
-    found += [type(mode) for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack())]
+    modes = *_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()  # type: ignore[no-untyped-call]
+    found += [type(mode) for mode in modes]
     found.append(_saved_tensors_hooks(True))
     seen: set[int] = set()
     for name, part in module.named_modules():
