@@ -391,3 +391,63 @@ def test_dropout_of_two_threads_is_drawn_in_turn(mutant, monkeypatch):
             thread.join()
             drawn = torch.rand(3)
     assert torch.equal(drawn, public) == mutant
+
+
+def sends(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
+
+
+def grows(ask, broadcast, memory, cache):
+    answer = ask.gradient(broadcast.theta)
+    answer *= 1000
+    return answer
+
+
+def writes(ask, broadcast, memory, cache):
+    answer = ask.gradient(broadcast.theta)
+    broadcast.theta.sub_(answer.reshape(-1, broadcast.theta.shape[-1]).sum(0).view_as(broadcast.theta))
+    return answer
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize(
+    ("rule", "word"), [(grows, "must be sent unchanged"), (writes, "compute: it writes to the broad")]
+)
+def test_a_rule_that_writes_in_place_is_refused(engine, rule, word, monkeypatch):
+    """Where noise is added to the sum, answers have none yet: the first is a thousand times as long as its noise is
+    for, and the second moves theta by it. A mutant that does not look sums both."""
+    records, query = small(), Query(Kind.GRADIENT, 1.0)
+    method = Method("toy", Unit.RECORD, (Stage(Local(rule), scale(-0.1), (query,)),), EVERY)
+    plan = plan_for(records, method, trust="secure-aggregation")
+    for context in (torch.no_grad, torch.inference_mode):  # PyTorch does not count writes in the latter
+        with pytest.raises(SordinoError, match=word), context():
+            next(engine.run(plan, Linear(3, 2), records, Seeded(0)))
+    if engine is reference:
+        monkeypatch.setattr(oracle.Unchanged, "holds", True)
+        plain = Method("toy", Unit.RECORD, (Stage(Local(sends), scale(-0.1), (query,)),), EVERY)
+        honest, mutant = (
+            next(engine.run(replace(plan, method=each), Linear(3, 2), records, Noiseless())) for each in (plain, method)
+        )
+        assert float((mutant.model - honest.model).norm()) > 10 * float(honest.model.norm())
+
+
+def test_a_rule_that_writes_to_the_numbers_of_records_changes_no_divisor():
+    def divides(ask, broadcast, memory, cache):
+        weight = ask.records
+        weight /= 1000
+        return ask.gradient(broadcast.theta)
+
+    records, query = small(), Query(Kind.GRADIENT, 1.0)
+    for engine in (reference, simulate):
+        first, second = (
+            next(
+                engine.run(
+                    plan_for(records, Method("toy", Unit.RECORD, (Stage(rule, scale(-0.1), (query,)),), EVERY)),
+                    Linear(3, 2),
+                    records,
+                    Noiseless(),
+                )
+            )
+            for rule in (Local(sends), Local(divides))
+        )
+        torch.testing.assert_close(first.aggregate, second.aggregate)

@@ -27,6 +27,7 @@ from sordino.engines.oracle import (
     IntegerStream,
     Oracle,
     combined,
+    compute,
     decode_sum,
     encode_integers,
     masked_size,
@@ -139,7 +140,7 @@ def run(
             for i in cohort:
                 if i not in messages:
                     ask = oracle(model, records, round_plan, i, source)
-                    messages[i] = ask.finish(local.compute(ask, broadcast, memory[i], caches[i]))
+                    messages[i] = ask.finish(compute(local, ask, broadcast, memory[i], caches[i]))
                     if ledger is not None:
                         ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
                 memory[i] = local.update_memory(messages[i], broadcast, memory[i])
@@ -173,7 +174,7 @@ def claim_cohorts(ledger: Ledger, plan: Plan, run_id: str) -> None:
 
 def without_noise(ask: Oracle, local: Local, broadcast: Broadcast, memory: Tree, cache: Tree) -> tuple[Tree, list[int]]:
     """A client's message before noise is added to it, and the query that each of its leaves answers."""
-    message = local.compute(ask, broadcast, memory, cache)
+    message = compute(local, ask, broadcast, memory, cache)
     return ask.finish(message), ask.released(message)
 
 
