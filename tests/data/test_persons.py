@@ -213,6 +213,15 @@ def test_other_names_are_other_persons():
     assert unit_numbers(np.array([9, 2, 9, -2])).tolist() == [0, 1, 0, 2]
 
 
+@pytest.mark.parametrize(
+    "spellings",
+    [["100000", "1e+05", "1E+5", "100000.0"], ["-7", "-7.0", "-07", "-7."], [0.0, -0.0], ["1.5", "1.50", "01.5"]],
+)
+def test_numbers_that_programs_write_in_several_ways_are_one_unit(spellings):
+    """R writes 100000 as 1e+05, and a column with missing cells writes -7 as -7.0. Two units are protected half."""
+    assert unit_numbers(np.array(spellings)).tolist() == [0] * len(spellings)
+
+
 def test_a_client_spelt_in_two_ways_is_one_where_clients_are_protected(tmp_path):
     rows = [f"{k / 40},{k % 2},{'Ward' if k % 4 < 2 else ' ward'} {k // 8}" for k in range(80)]
     path = write(tmp_path / "t.csv", "\n".join(["a,label,who", *rows, ""]))

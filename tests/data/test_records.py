@@ -367,6 +367,11 @@ def test_records_that_are_changed_in_place_are_refused(engine):
     records.y.add_(1)
     with pytest.raises(SordinoError, match="changed in place"):
         next(rounds)
+    with torch.inference_mode():  # in which PyTorch does not count changes
+        records = held()
+        records.x.mul_(30)
+    with pytest.raises(SordinoError, match="changed in place"):
+        next(engine(plan, Linear(2, 2), records, source(None)))
 
 
 def test_weights_are_checked_however_records_are_built():

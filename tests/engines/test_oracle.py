@@ -1,7 +1,10 @@
 """The client's side of a round: what leaves is clipped, noised with care, and counted."""
 
 import math
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ import torch
 
 from sordino.core import Batch, Kind, Lemma, Local, Method, Privacy, Query, Rule, Stage, Trust, Unit
 from sordino.data.records import Records
-from sordino.engines import reference, simulate
+from sordino.engines import oracle, reference, simulate
 from sordino.engines.oracle import clipped, noised
 from sordino.errors import OverspentError, SordinoError
 from sordino.methods import build
@@ -360,3 +363,91 @@ def test_two_answers_of_one_query_do_not_share_the_noise_of_a_sum(engine, trust)
     records = small()
     with pytest.raises(SordinoError, match="two answers of one query"):
         list(engine.run(plan_for(records, method, trust=trust), Linear(3, 2), records, Seeded(0)))
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_dropout_of_two_threads_is_drawn_in_turn(mutant, monkeypatch):
+    """They share torch's generator: a mutant without turns draws from what the process had before, which others may
+    know."""
+    if mutant:
+        monkeypatch.setattr(oracle, "_generator", nullcontext())
+    entered, left, model = threading.Event(), threading.Event(), SimpleNamespace(random=True)
+
+    def other():
+        with oracle.seeded_dropout(model, torch.zeros(1), lambda: 2):
+            entered.set()
+            left.wait(0.3)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        public = torch.rand(3)
+        torch.manual_seed(7)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert entered.wait(10)
+        # The other thread began first and ends first, and puts back what it found.
+        with oracle.seeded_dropout(model, torch.zeros(1), lambda: 1):
+            left.set()
+            thread.join()
+            drawn = torch.rand(3)
+    assert torch.equal(drawn, public) == mutant
+
+
+def sends(ask, broadcast, memory, cache):
+    return ask.gradient(broadcast.theta)
+
+
+def grows(ask, broadcast, memory, cache):
+    answer = ask.gradient(broadcast.theta)
+    answer *= 1000
+    return answer
+
+
+def writes(ask, broadcast, memory, cache):
+    answer = ask.gradient(broadcast.theta)
+    broadcast.theta.sub_(answer.reshape(-1, broadcast.theta.shape[-1]).sum(0).view_as(broadcast.theta))
+    return answer
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+@pytest.mark.parametrize(
+    ("rule", "word"), [(grows, "must be sent unchanged"), (writes, "compute: it writes to the broad")]
+)
+def test_a_rule_that_writes_in_place_is_refused(engine, rule, word, monkeypatch):
+    """Where noise is added to the sum, answers have none yet: the first is a thousand times as long as its noise is
+    for, and the second moves theta by it. A mutant that does not look sums both."""
+    records, query = small(), Query(Kind.GRADIENT, 1.0)
+    method = Method("toy", Unit.RECORD, (Stage(Local(rule), scale(-0.1), (query,)),), EVERY)
+    plan = plan_for(records, method, trust="secure-aggregation")
+    for context in (torch.no_grad, torch.inference_mode):  # PyTorch does not count writes in the latter
+        with pytest.raises(SordinoError, match=word), context():
+            next(engine.run(plan, Linear(3, 2), records, Seeded(0)))
+    if engine is reference:
+        monkeypatch.setattr(oracle.Unchanged, "holds", True)
+        plain = Method("toy", Unit.RECORD, (Stage(Local(sends), scale(-0.1), (query,)),), EVERY)
+        honest, mutant = (
+            next(engine.run(replace(plan, method=each), Linear(3, 2), records, Noiseless())) for each in (plain, method)
+        )
+        assert float((mutant.model - honest.model).norm()) > 10 * float(honest.model.norm())
+
+
+def test_a_rule_that_writes_to_the_numbers_of_records_changes_no_divisor():
+    def divides(ask, broadcast, memory, cache):
+        weight = ask.records
+        weight /= 1000
+        return ask.gradient(broadcast.theta)
+
+    records, query = small(), Query(Kind.GRADIENT, 1.0)
+    for engine in (reference, simulate):
+        first, second = (
+            next(
+                engine.run(
+                    plan_for(records, Method("toy", Unit.RECORD, (Stage(rule, scale(-0.1), (query,)),), EVERY)),
+                    Linear(3, 2),
+                    records,
+                    Noiseless(),
+                )
+            )
+            for rule in (Local(sends), Local(divides))
+        )
+        torch.testing.assert_close(first.aggregate, second.aggregate)

@@ -3,6 +3,7 @@
 import random
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 from sordino.core import Privacy
 from sordino.data.records import Records
 from sordino.engines import reference
-from sordino.errors import OverspentError
+from sordino.errors import OverspentError, SordinoError
 from sordino.evidence.ledger import Ledger
 from sordino.methods import build
 from sordino.models.linear import Linear
@@ -120,3 +121,32 @@ def test_the_run_ends_before_the_round_that_cannot_be_paid(tmp_path, capsys):
         assert len(ledger) == 3 * len(done)
         assert max(ledger.spent_epsilon(who, 1e-5) for who in ledger.people()) <= 2.0 * (1 + 1e-6)
     capsys.readouterr()
+
+
+def test_the_secret_cohorts_of_another_run_are_refused(tmp_path):
+    """Sampling hides a client once, however often the same cohorts are asked. A mutant forgets who had them."""
+    privacy = Privacy(4.0, unit="client", trust="trusted-server")
+
+    def plan(seed):
+        return Plan(
+            build("dp-fedgd", unit="client"),
+            2,
+            (10,) * 4,
+            privacy,
+            Participation.parse("poisson:0.5"),
+            schedule_seed=seed,
+        )
+
+    def model_of(name, seed, path="l.db"):
+        with Ledger(tmp_path / path) as ledger:
+            *_, last_round = reference.run(plan(seed), MODEL, federation(), Secure(), ledger=ledger, run_id=name)
+        return last_round.model
+
+    first = model_of("first", 2**100)
+    assert torch.equal(model_of("first", 2**100), first), "the same run is replayed"
+    with pytest.raises(SordinoError, match="had the same secret cohorts"):
+        model_of("second", 2**100)
+    model_of("second", 2**100 + 1)
+    model_of("second", 2**100, "other.db")
+    with mock.patch.object(reference, "claim_cohorts"):
+        model_of("third", 2**100)

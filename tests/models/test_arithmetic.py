@@ -3,6 +3,7 @@
 import math
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -323,6 +324,26 @@ def test_settings_are_restored_by_the_last_to_leave():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+def test_code_that_changes_settings_within_a_sum_is_refused():
+    def set_autocast(on):
+        torch.set_autocast_enabled("cpu", on)
+
+    for change, undo in (
+        (partial(torch.set_float32_matmul_precision, "medium"), partial(torch.set_float32_matmul_precision, "highest")),
+        (partial(set_autocast, True), partial(set_autocast, False)),
+    ):
+        try:
+            with pytest.raises(SordinoError, match="changed while a sum was computed"), exact_arithmetic(own_code=True):
+                change()
+            undo()
+            with exact_arithmetic(own_code=True), exact_arithmetic():
+                change()
+                undo()
+                torch.set_float32_matmul_precision("highest")
+        finally:
+            undo()
 
 
 @pytest.mark.skipif(not arithmetic._OWNERS, reason="PyTorch before 2.9 has one interface only")

@@ -165,6 +165,19 @@ def test_torchs_own_threads_are_found():
 
 
 @compiler
+def test_the_default_device_of_the_process_changes_nothing():
+    """Memory that the kernel writes to lies on the CPU, also where torch makes tensors elsewhere."""
+    case = problem(Loss.SOFTMAX, 5, 3, 40)
+    want, length = fast(*case, 0.5), lengths(case[0], case[2])
+    torch.set_default_device("meta")
+    try:
+        have = fast(*case, 0.5, length=length)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(have, want)
+
+
+@compiler
 def test_threads_change_nothing(threads):
     for lead, rows in (((), 20_000), ((9,), 2500), ((300,), 20)):
         model, theta, x, y, mask = problem(Loss.SOFTMAX, 40, 10, rows, lead)

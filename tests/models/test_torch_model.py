@@ -1,7 +1,11 @@
 """Any module as a model over one flat theta: clipped sums against single examples, in every mode."""
 
+import copy
 import math
+import pickle
 import sys
+import threading
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -16,9 +20,9 @@ from sordino.data.records import Records
 from sordino.engines import reference, simulate
 from sordino.errors import SordinoError
 from sordino.methods import build
-from sordino.models import torch_model
+from sordino.models import probe, torch_model
 from sordino.models.torch_model import TorchModel, group_norm
-from sordino.privacy.mechanisms.random import Seeded
+from sordino.privacy.mechanisms.random import Secure, Seeded
 from sordino.privacy.participation import Participation
 from sordino.privacy.plan import Plan
 from tests.support import tiers
@@ -938,3 +942,172 @@ def test_an_overwritten_input_is_refused_with_what_overwrites_it(compiled):
     why = "torch.compile lets Overwrites reuse the memory of what Linear.* without torch.compile"
     with pytest.raises(SordinoError, match=why if compiled else "the input of Linear.* is overwritten in place"):
         TorchModel(nn.Sequential(nn.Linear(6, 5), last), mode="tape", check=False)
+
+
+# ------------------------------------------------------------------------------------------- changes after the checks
+
+
+CENTRES = {"flag": False, "weight": 0.0}
+
+
+class Switched(nn.Module):
+    """Rows meet where a variable outside says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = x - x.mean(0) if CENTRES["flag"] else x
+        return self.head(self.body(x).tanh())
+
+
+def weighted_loss(outputs, labels):
+    """Records meet where the weight is above 1; below, it is a factor for each."""
+    each = nn.functional.cross_entropy(outputs, labels, reduction="none")
+    weight = CENTRES["weight"]
+    return each * (1 + (each.detach().mean() if weight > 1 else weight))
+
+
+def rounds_to_eighths(tensor):
+    """Packs what the backward pass reads by its largest number, which may be that of another row."""
+    step = tensor.abs().max() / 8
+    return (tensor / step).round() * step if tensor.is_floating_point() else tensor
+
+
+def centres(part, args, out):
+    return out - out.mean(0) if isinstance(out, torch.Tensor) else None
+
+
+def mean_of_all(self, x):
+    return self.head(self.body(x - x.mean(0)).tanh())
+
+
+CHANGES = {
+    "a hook of all modules": lambda stack, model: stack.callback(
+        nn.modules.module.register_module_forward_hook(centres).remove
+    ),
+    "a hook": lambda stack, model: model.module.body.register_forward_hook(centres),
+    "another layer": lambda stack, model: setattr(model.module, "body", nn.Sequential(nn.Linear(6, 5), nn.Softmax(0))),
+    "a function of the class": lambda stack, model: stack.enter_context(
+        mock.patch.object(Switched, "forward", mean_of_all)
+    ),
+    "a function of the module": lambda stack, model: setattr(
+        model.module, "forward", mean_of_all.__get__(model.module)
+    ),
+    "a variable": lambda stack, model: stack.enter_context(mock.patch.dict(CENTRES, flag=True)),
+    "a variable of the loss": lambda stack, model: stack.enter_context(mock.patch.dict(CENTRES, weight=2.0)),
+    "packed tensors": lambda stack, model: stack.enter_context(
+        torch.autograd.graph.saved_tensors_hooks(rounds_to_eighths, lambda tensor: tensor)
+    ),
+}
+
+
+@pytest.mark.parametrize("engine", [reference.run, simulate.run])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_lets_rows_meet_after_the_model_was_built_is_refused(change, engine):
+    """Before a run and between its rounds. A mutant without the check adds up records that depend on others."""
+    x, y = torch.randn(12, 6, generator=torch.Generator().manual_seed(0)), torch.arange(12) % 3
+    records = Records.of(x, y, np.zeros(12, int))
+    plan = Plan(build("dp-fedgd"), 3, records.sizes, Privacy(8.0))
+    loss = weighted_loss if "loss" in change else None
+    other = torch.cat([x[:6], 50 * x[6:]])
+
+    def first_half(model):
+        """The sum over six records that do not change, beside six that do."""
+        mask = (torch.arange(12) < 6).float()
+        return [model.clipped_sum(model.init(), Shard(each, y, mask), 1.0) for each in (x, other)]
+
+    with ExitStack() as stack:
+        model = TorchModel(Switched(), shape=(6,), loss=loss)
+        assert torch.equal(*first_half(model))
+        rounds = engine(plan, model, records, Secure())
+        next(rounds)
+        CHANGES[change](stack, model)
+        with pytest.raises(SordinoError, match="changed after the model was built"):
+            next(rounds)
+        with pytest.raises(SordinoError, match="changed after the model was built"):
+            next(engine(plan, model, records, Secure()))
+        if change != "another layer":  # which has no rule any more
+            assert not torch.equal(*first_half(model)), "the mutant"
+
+
+def test_harmless_changes_after_the_model_was_built_are_checked_and_served():
+    records = Records.of(np.eye(6), np.arange(6) % 3, np.zeros(6, int))
+    plan = Plan(build("dp-fedgd"), 4, records.sizes, Privacy(8.0))
+    model = TorchModel(Switched(), shape=(6,), loss=weighted_loss)
+    rounds = simulate.run(plan, model, records, Secure())
+    with mock.patch.object(probe, "check_apart", wraps=probe.check_apart) as checked:
+        next(rounds)
+        assert not checked.called
+        with mock.patch.dict(CENTRES, weight=0.5):
+            next(rounds)
+            assert checked.call_count == 1
+            handle = model.module.body.register_forward_hook(lambda part, args, out: None)
+            next(rounds)
+            assert checked.call_count == 2
+            handle.remove()
+        next(rounds)
+        assert checked.call_count == 3
+
+
+def test_threads_that_share_a_model_take_turns():
+    """A pass keeps its parameters and hooks in the module, so another thread's pass would compute with them. A mutant
+    without turns returns another sum."""
+    g = torch.Generator().manual_seed(0)
+    shard = Shard(torch.randn(8, 6, generator=g), torch.arange(8) % 3, torch.ones(8))
+
+    def total(turns):
+        model = TorchModel(mlp().float(), mode="vmap")
+        model._turns, theta = turns, model.init()
+        alone, first, second, done = model.clipped_sum(theta, shard, 1.0), *(threading.Event() for _ in range(3))
+
+        def other():
+            model.clipped_sum(theta, shard, 1.0)
+            done.set()
+
+        def wait(part, args, out):
+            """Both threads are in a pass, and the other one ends first."""
+            if threading.current_thread() is thread and not first.is_set():
+                first.set()
+                second.wait(0.3)
+            elif not second.is_set():
+                second.set()
+                done.wait(0.3)
+
+        model.module[0].register_forward_hook(wait)
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert first.wait(10)
+        found = model.clipped_sum(theta, shard, 1.0)
+        thread.join()
+        return float((found - alone).norm())
+
+    assert total(torch_model.Turns()) == 0
+    assert total(nullcontext()) > 0.1
+    assert isinstance(copy.deepcopy(torch_model.Turns()), torch_model.Turns)
+    assert isinstance(pickle.loads(pickle.dumps(torch_model.Turns())), torch_model.Turns)
+
+
+class SetsPrecision(nn.Module):
+    """A layer that sets how the process multiplies, also what comes after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        if CENTRES["flag"]:
+            torch.set_float32_matmul_precision("medium")
+        return self.head(x)
+
+
+def test_a_module_that_lowers_the_precision_of_sums_is_refused():
+    model = TorchModel(SetsPrecision(), shape=(6,))
+    shard = Shard(torch.eye(6), torch.arange(6) % 3, torch.ones(6))
+    try:
+        with mock.patch.dict(CENTRES, flag=True), pytest.raises(SordinoError, match="changed while a sum was computed"):
+            model.clipped_sum(model.init(), shard, 1.0)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    model.clipped_sum(model.init(), shard, 1.0)

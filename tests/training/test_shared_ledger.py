@@ -368,6 +368,42 @@ def test_the_charge_bounds_every_client(sizes, facts, exact):
         assert events.epsilon(worst, DELTA, plan.privacy.adjacency) == pytest.approx(spending.epsilon(plan), rel=1e-3)
 
 
+def test_runs_with_the_same_secret_cohorts_do_not_add_up(tmp_path):
+    """Ten such runs are ten times as many releases to the same cohorts, which sampling then hides once. A mutant that
+    does not tell schedules apart adds up 7.1 where 16.5 is true."""
+    privacy = Privacy(epsilon=2.0, unit="client", trust="trusted-server")
+    method = build("dp-fedgd", unit="client")
+
+    def plan(seed, rate="0.1"):
+        drawn = Participation.parse(f"poisson:{rate}")
+        return Plan(method, 10, (20,) * 100, privacy, drawn, schedule_seed=seed)
+
+    def joined(plan, name="l.db"):
+        return shared_ledger.join(plan, tmp_path / name, data=b"records")
+
+    one, other = 2**125 + 1, 2**125 + 2
+    joined(plan(one)).charge("first")
+    joined(plan(other)).charge("second")
+    stored = shared_ledger.store(joined(plan(other + 1)))
+    for again in (plan(one), plan(one, "0.2")):
+        with pytest.raises(SordinoError, match="had the same secret cohorts"):
+            joined(again)
+    shared_ledger.reopen(stored, plan(one)).charge("first")  # a resumed run was charged
+    with pytest.raises(SordinoError, match="schedule_seed"):
+        shared_ledger.reopen(stored, plan(one)).charge("third")
+    public = Plan(build("dp-fedgd"), 10, (20,) * 100, Privacy(epsilon=2.0), Participation.parse("poisson:0.1"))
+    for name in ("first", "second"):  # what is paid for is then the number of rounds of each client
+        joined(public, "other.db").charge(name)
+
+    mutant = joined(plan(other + 1), "mutant.db")._replace(schedule="")
+    for run_number in range(10):
+        mutant.charge(f"run {run_number}")
+    (release,) = mutant.releases
+    joint = release._replace(std=release.std / 10**0.5)
+    true = events.epsilon((joint,), DELTA, privacy.adjacency)
+    assert mutant.summary()["epsilon"] < 7.5 < 16 < true
+
+
 def test_what_is_left_with_sampled_releases(tmp_path):
     with Ledger(tmp_path / "l.db", epsilon=2.0, delta=DELTA, adjacency=Adjacency.ADD_REMOVE) as ledger:
         assert ledger.left("me") == pytest.approx(2)

@@ -85,9 +85,9 @@ def encode_labels(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray,
 def unit_numbers(names: np.ndarray) -> np.ndarray:
     """A number per record, equal for all records of a person or client, in the order in which these appear first.
 
-    Names that differ in case, spaces, invisible characters, the code points of a letter, or the spelling of a whole
-    number (7, 007, 7.0) are one unit. Where that takes two persons for one, both are protected, as one unit; a person
-    taken for two would be protected half.
+    Names that differ in case, spaces, invisible characters, the code points of a letter, or the spelling of a number
+    (7, 007, 7.0; 100000 and 1e+05, as R writes it; 0 and -0.0) are one unit. Where that takes two persons for one, both
+    are protected, as one unit; a person taken for two would be protected half.
 
     >>> unit_numbers(np.array(["p7", "P7 ", "p8"])).tolist(), unit_numbers(np.array(["7", "007", "8.0"])).tolist()
     ([0, 0, 1], [0, 0, 1])
@@ -100,7 +100,19 @@ def unit_numbers(names: np.ndarray) -> np.ndarray:
 
 def _one_spelling(name: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-    return plain_name("".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp")))
+    text = "".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp"))
+    number = re.fullmatch(r"([+-]?)(\d+)(?:\.(\d*))?(?:e\+(\d{1,4}))?", text)  # 12e5 may be a name
+    return text if number is None else _one_number(*number.groups(default=""))
+
+
+def _one_number(sign: str, whole: str, fraction: str, exponent: str) -> str:
+    """The one spelling of a decimal number: its digits without zeros at either end, and a power of ten."""
+    digits = (whole + fraction).lstrip("0")
+    if not digits:
+        return "0"
+    significant = digits.rstrip("0")
+    power = int(exponent or 0) - len(fraction) + len(digits) - len(significant)
+    return f"{'-' if sign == '-' else ''}{significant}e+{power}"
 
 
 def plain_name(name: str) -> str:

@@ -219,13 +219,17 @@ class Records:
     def __post_init__(self) -> None:
         if self.weight is not None:
             _check_weights(self.weight)
+        with torch.inference_mode(False):  # PyTorch does not count how often tensors of this mode are changed
+            for name in ("x", "y", "filled", "weight"):
+                if (part := getattr(self, name)) is not None and part.is_inference():
+                    object.__setattr__(self, name, part.clone())
         object.__setattr__(self, "_edits", self._edited)
 
     @property
     def _edited(self) -> tuple[int, ...]:
         """How often the tensors were changed in place."""
         parts = (self.x, self.y, self.filled, self.weight)
-        return tuple(0 if part is None or part.is_inference() else part._version for part in parts)
+        return tuple(0 if part is None else part._version for part in parts)
 
     def check_unchanged(self) -> None:
         """Refuse records that were changed in place: their norms, by which gradients are clipped, are of before.

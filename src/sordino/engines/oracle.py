@@ -8,6 +8,7 @@ axis.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
@@ -23,10 +24,12 @@ from sordino.core import (
     SAMPLED,
     Batch,
     Blend,
+    Broadcast,
     Centre,
     Correlated,
     Facts,
     Kind,
+    Local,
     Query,
     Shard,
     Stage,
@@ -48,6 +51,7 @@ from sordino.privacy.releases import QueryNoise
 from sordino.tree import leaves, rebuild
 
 ONE_BATCH = "the bound of this stage is about one minibatch per round; ask all questions about it, with on=batch"
+_generator = threading.RLock()
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
@@ -132,9 +136,62 @@ def seeded_dropout(model: Any, like: Tensor, seed: Callable[[], int] | None) -> 
     if not getattr(model, "random", False) or seed is None:
         yield
         return
-    with torch.random.fork_rng([like.device] if like.is_cuda else []):
+    # All threads draw from one generator of torch: another one would restore or seed it in the middle of this sum.
+    with _generator, torch.random.fork_rng([like.device] if like.is_cuda else []):
         torch.manual_seed(seed())
         yield
+
+
+class Unchanged:
+    """Notices whether somebody writes to a tensor, as `g.mul_(2)` and `g /= 2` do.
+
+    Args:
+        tree: The tensor, or several of them.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        self.tree = tree
+        self._marks = [_mark(leaf) for leaf in leaves(tree)]
+
+    @property
+    def holds(self) -> bool:
+        """Whether nobody did."""
+        return all(
+            mark == leaf._version if isinstance(mark, int) else torch.equal(mark, leaf)
+            for mark, leaf in zip(self._marks, leaves(self.tree), strict=True)
+        )
+
+
+def _mark(leaf: Tensor) -> int | Tensor:
+    """How often a tensor was written to; a copy where PyTorch does not count that."""
+    return leaf.clone() if leaf.is_inference() else leaf._version
+
+
+def compute(local: Local, ask: Any, broadcast: Broadcast, memory: Tree, cache: Tree) -> Tree:
+    """A client's message.
+
+    Args:
+        local: The local rule.
+        ask: What it may ask.
+        broadcast: What the server sends.
+        memory: What the client remembers.
+        cache: What it prepared.
+
+    Returns:
+        The message.
+
+    Raises:
+        SordinoError: The rule writes to what the server sent, or to its memory. So answers without noise could leave
+            the client beside the message.
+    """
+    held = Unchanged((broadcast.theta, broadcast.extras, memory))
+    message: Tree = local.compute(ask, broadcast, memory, cache)
+    if not held.holds:
+        raise SordinoError(
+            "compute: it writes to the broadcast, or to its memory, in place, as theta -= g does; what it writes would "
+            "leave the client beside its message. Make a new tensor, as in theta = theta - g."
+        )
+    return message
 
 
 class Oracle:
@@ -186,11 +243,11 @@ class Oracle:
         lemmas = [query.bound for query in stage.queries if query.bound is not None]
         self._one_batch = pick is not None and any(lemma.sampled for lemma in lemmas)
         self._calls = [0] * len(stage.queries)
-        self._answers: list[tuple[int, Tensor]] = []  # (query number, answer)
+        self._answers: list[tuple[int, Unchanged]] = []  # (query number, answer)
         self._batches: list[Shard] = []
         self._batch_uses: list[int] = []
         self.facts = facts
-        self.records = sizes.unsqueeze(-1) if sizes.dim() else sizes
+        self.records = (sizes.unsqueeze(-1) if sizes.dim() else sizes).clone()  # a rule may write to it
 
     def gradient(
         self,
@@ -331,9 +388,12 @@ class Oracle:
         delta = [number for number, query in enumerate(self._stage.queries) if query.kind is Kind.DELTA]
         if delta:
             return delta
-        known = {id(answer): number for number, answer in self._answers}
+        known = {id(answer.tree): number for number, answer in self._answers if answer.holds}
         if not all(id(leaf) in known for leaf in leaves(message)):
-            raise SordinoError("message: noise is added to the sum of answers, so each answer must be sent unchanged.")
+            raise SordinoError(
+                "message: noise is added to the sum of answers, so each answer must be sent unchanged; g *= 2 changes "
+                "it."
+            )
         numbers = [known[id(leaf)] for leaf in leaves(message)]
         if len(set(numbers)) < len(numbers):  # both would get the same noise, which their difference cancels
             raise SordinoError(
@@ -389,7 +449,7 @@ class Oracle:
         answer = answer / along(self._divisor(kind, on), axes)
         if not (self._wide or (released and not self._add_noise)):
             answer = answer.to(self._sizes.dtype)
-        self._answers.append((number, answer))
+        self._answers.append((number, Unchanged(answer)))
         return answer
 
     def _divisor(self, kind: Kind, on: Batch | None = None) -> Tensor:

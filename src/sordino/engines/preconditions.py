@@ -34,10 +34,25 @@ def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop:
     stages = plan.method.stages[plan.stage_of(start) : plan.stage_of(last - 1) + 1]
     check_kinds(plan.method._replace(stages=stages), model)
     records.check_fits(model)
-    records.check_unchanged()
+    check_unchanged(model, records)
     records.check_unit(plan.privacy)
     check_serves(plan.privacy, model)
     check_sizes(plan, records.sizes)
+
+
+def check_unchanged(model: Any, records: Records | Lazy) -> None:
+    """Refuse records that changed after they were measured, and check a network again that changed after it was built.
+
+    Args:
+        model: The model to train.
+        records: The clients' records.
+
+    Raises:
+        SordinoError: The records changed, or the network no longer passes its checks.
+    """
+    records.check_unchanged()
+    if hasattr(model, "check_unchanged"):
+        model.check_unchanged()
 
 
 def check_sizes(plan: Plan, sizes: tuple[int, ...]) -> None:

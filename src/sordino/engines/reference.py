@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -26,6 +27,7 @@ from sordino.engines.oracle import (
     IntegerStream,
     Oracle,
     combined,
+    compute,
     decode_sum,
     encode_integers,
     masked_size,
@@ -36,7 +38,7 @@ from sordino.engines.oracle import (
 from sordino.engines.schedule import SAMPLING, RoundPlan, assign_slots, check_stream, dropout_seed, round_plans
 from sordino.errors import SordinoError
 from sordino.evidence.charges import charges, reserve
-from sordino.evidence.ledger import Ledger
+from sordino.evidence.ledger import Lease, Ledger
 from sordino.evidence.spent import Charge
 from sordino.privacy.mechanisms.gaussian import Draw
 from sordino.privacy.mechanisms.random import COHORT, Address, Source
@@ -82,6 +84,8 @@ def run(
     if plan.integers is not None and ledger is not None:
         raise SordinoError("ledger: a simulation of secure aggregation keeps no ledger; every site has its own.")
     preconditions.check(plan, model, records, stop=stop)
+    if ledger is not None and plan.amplified:
+        claim_cohorts(ledger, plan, run_id)
     theta, source = (model.init() if theta is None else theta).to(records.x), source.fresh()
     share = plan.weights / plan.participation.rate(plan.clients)
     clients = range(plan.clients)
@@ -91,7 +95,7 @@ def run(
     for round_plan in round_plans(plan, model):
         if round_plan.t == stop:
             return
-        records.check_unchanged()
+        preconditions.check_unchanged(model, records)
         local, rule = round_plan.stage.local, round_plan.stage.rule
         if round_plan.t == round_plan.first:
             state = rule.init(theta, round_plan.facts, state)
@@ -136,7 +140,7 @@ def run(
             for i in cohort:
                 if i not in messages:
                     ask = oracle(model, records, round_plan, i, source)
-                    messages[i] = ask.finish(local.compute(ask, broadcast, memory[i], caches[i]))
+                    messages[i] = ask.finish(compute(local, ask, broadcast, memory[i], caches[i]))
                     if ledger is not None:
                         ledger.charge(charges(plan, i, round_plan.t, run_id), pack(messages[i]))
                 memory[i] = local.update_memory(messages[i], broadcast, memory[i])
@@ -149,9 +153,28 @@ def run(
         yield Round(round_plan.t, rule.model(theta, state), round_plan.cohort, aggregate, checkpoint)
 
 
+def claim_cohorts(ledger: Ledger, plan: Plan, run_id: str) -> None:
+    """Refuse the secret cohorts of another run in the ledger, which adds up runs as if each drew cohorts of its own.
+
+    Args:
+        ledger: Where the cost of the run is stored.
+        plan: A plan whose cohorts are secret.
+        run_id: Name of this run in the ledger; a resumed run keeps its name and its cohorts.
+
+    Raises:
+        SordinoError: Another run had these cohorts.
+    """
+    seed = hashlib.blake2b(str(plan.schedule_seed).encode(), person=b"sordino cohorts", digest_size=16).hexdigest()
+    if not ledger.pass_lease(f"cohorts {seed}", [run_id], Lease(run_id, 0)):
+        raise SordinoError(
+            "schedule_seed: another run in this ledger had the same secret cohorts, and both reveal more than their "
+            "sum; give each plan a seed of its own, such as secrets.randbits(126)."
+        )
+
+
 def without_noise(ask: Oracle, local: Local, broadcast: Broadcast, memory: Tree, cache: Tree) -> tuple[Tree, list[int]]:
     """A client's message before noise is added to it, and the query that each of its leaves answers."""
-    message = local.compute(ask, broadcast, memory, cache)
+    message = compute(local, ask, broadcast, memory, cache)
     return ask.finish(message), ask.released(message)
 
 

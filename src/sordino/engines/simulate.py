@@ -63,6 +63,7 @@ from sordino.engines.oracle import (
     Oracle,
     along,
     centred_records,
+    compute,
     gradient_sum,
     noised,
     seeded_dropout,
@@ -172,7 +173,7 @@ def run(
             stream = IntegerStream()
         aggregate: Tree = ()
         if len(round_plan.cohort) or (round_plan.noise_on_sum and plan.amplified):
-            records.check_unchanged()
+            preconditions.check_unchanged(model, records)
             records.keep(round_plan.cohort)
             broadcast = Broadcast(theta, rule.broadcast(state))
             centre = centre_of(broadcast)
@@ -395,14 +396,14 @@ class BatchedClients:
         at_once = not any(query.kind in MATRICES for query in round_plan.stage.queries)
         parts, numbers, before = [], list[int](), memory
 
-        def compute(clients: np.ndarray, shard: Any) -> Tree:
+        def message_of(clients: np.ndarray, shard: Any) -> Tree:
             ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum, split=few)
             mine, cache = self._of(clients, before, lead), self._of(clients, caches, self.data_axes)
-            message = local.compute(ask, broadcast, mine, cache)
+            message = compute(local, ask, broadcast, mine, cache)
             numbers[:] = ask.released(message) if noise_on_sum else []
             return ask.finish(message)
 
-        for clients, message in team.spread(buckets, compute, at_once=at_once):
+        for clients, message in team.spread(buckets, message_of, at_once=at_once):
             if not noise_on_sum:
                 after = local.update_memory(message, broadcast, self._of(clients, before, lead))
                 chosen = torch.from_numpy(clients).to(self.records.x.device)

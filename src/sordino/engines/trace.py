@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sordino.core import Broadcast, Centre, Kind, Model, Shard, Stage, Tree, forget, keep, nothing
-from sordino.engines.oracle import Oracle
+from sordino.engines.oracle import Oracle, Unchanged
 from sordino.engines.preconditions import MATRICES, check_kinds
 from sordino.engines.schedule import stage_facts
 from sordino.errors import SordinoError
@@ -28,7 +28,7 @@ class _GradientProbe:
 
     def __init__(self, broadcast: Broadcast) -> None:
         self._theta, self._centre, self._asked = broadcast.theta, centre_of(broadcast), False
-        self.answer = torch.zeros_like(broadcast.theta)
+        self.answer = torch.ones_like(broadcast.theta)  # not 0, so that a write shows
 
     def gradient(
         self,
@@ -72,8 +72,9 @@ def only_asks_for_the_gradient(stage: Stage, broadcast: Broadcast) -> bool:
     if [query.kind for query in stage.queries] != [Kind.GRADIENT]:
         return False
     probe = _GradientProbe(broadcast)
+    held = Unchanged((broadcast.theta, broadcast.extras, probe.answer))
     try:
-        return local.compute(probe, broadcast, (), ()) is probe.answer
+        return local.compute(probe, broadcast, (), ()) is probe.answer and held.holds
     except _AsksMoreError:
         return False
 

@@ -19,7 +19,7 @@ from sordino.core import Broadcast, Tree, Unit, nothing
 from sordino.data.records import Records
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
-from sordino.engines.oracle import combined, encode_integers, rows_of_stream, stream_factors, stream_of_rows
+from sordino.engines.oracle import combined, compute, encode_integers, rows_of_stream, stream_factors, stream_of_rows
 from sordino.engines.reference import oracle
 from sordino.engines.schedule import RoundPlan, record_choice, round_plans
 from sordino.errors import Refused, SordinoError
@@ -321,7 +321,7 @@ class SiteRun:
             memory = local.init(broadcast.theta, memory)
         cache = self._cache(round_plan)
         ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
-        message = local.compute(ask, broadcast, memory, cache)
+        message = compute(local, ask, broadcast, memory, cache)
         # Integers are noised in place of answers, which must be sent as they are.
         numbers = ask.released(message) if self.terms.secure else []
         message = ask.finish(message)

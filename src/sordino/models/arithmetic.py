@@ -51,7 +51,7 @@ PRECISION_VARIABLES = {
 # ----------------------------------------------------------------------------------------------------------- settings
 
 
-def exact_arithmetic(device: torch.device | None = None) -> _Exact:
+def exact_arithmetic(device: torch.device | None = None, *, own_code: bool = False) -> _Exact:
     """Run a block, or a function, with float32 products in float32 and without autocast, for any settings of the
     process.
 
@@ -60,24 +60,27 @@ def exact_arithmetic(device: torch.device | None = None) -> _Exact:
 
     Args:
       device: where the block computes; the CPU is always included.
+      own_code: whether the block calls code of the user's, which might change the settings. Leaving it then raises
+        SordinoError if they were changed.
 
     Returns:
       A context manager that also decorates functions. Entering it raises SordinoError if an environment variable lowers
       the precision of products, which the program cannot override.
     """
-    return _Exact(device)
+    return _Exact(device, own_code)
 
 
 class _Exact(ContextDecorator):
     """What `exact_arithmetic` returns. It is entered for every sum, so it does only what the settings require."""
 
-    def __init__(self, device: torch.device | None) -> None:
+    def __init__(self, device: torch.device | None, own_code: bool) -> None:
+        self._own_code = own_code
         self._types = ("cpu",) if device is None or device.type == "cpu" else ("cpu", device.type)
         self._autocast: list[torch.autocast] = []
 
     def _recreate_cm(self) -> _Exact:
         """A decorated function may call itself, so every call has a context of its own."""
-        fresh = _Exact(None)
+        fresh = _Exact(None, self._own_code)
         fresh._types = self._types
         return fresh
 
@@ -90,11 +93,22 @@ class _Exact(ContextDecorator):
             each.__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: object) -> None:
+        changed = self._own_code and not (_settings.exact() and self._plain())
         try:
             for each in reversed(self._autocast):
                 each.__exit__(*error)
         finally:
             _settings.release()
+        if changed and error[0] is None:
+            raise SordinoError(
+                "precision: the settings of products, or autocast, were changed while a sum was computed, so that it "
+                "may exceed its bound. Leave set_float32_matmul_precision, allow_tf32 and autocast out of modules and "
+                "of other threads; a network computes in bfloat16 with autocast=torch.bfloat16."
+            )
+
+    def _plain(self) -> bool:
+        """Whether autocast is off."""
+        return not any(torch.is_autocast_enabled(each) for each in self._types)
 
 
 class _Settings:
@@ -115,6 +129,10 @@ class _Settings:
                     _make_exact()
                     self._exact = self._exact or _read()
             self._holders += 1
+
+    def exact(self) -> bool:
+        """Whether the settings are still as they were made."""
+        return _read() == self._exact
 
     def release(self) -> None:
         with self._lock:

@@ -137,7 +137,8 @@ def _run(
     small = groups * rows * features * options.outputs < SINGLE_THREAD_WORK
     threads = 1 if small else min(torch.get_num_threads(), groups * slices, MOST_THREADS)
     width = -(-features // WIDEST_BLOCK) * WIDEST_BLOCK
-    scratch = torch.zeros(threads, TILE * options.outputs + width * (options.outputs + TILE), dtype=torch.float64)
+    numbers = TILE * options.outputs + width * (options.outputs + TILE)
+    scratch = torch.zeros(threads, numbers, dtype=torch.float64, device="cpu")  # whatever the default device
     out = _new(groups, slices, theta.shape[-1])
     job = _Job(
         x=x.data_ptr(),
@@ -180,7 +181,7 @@ def _per_row(values: Tensor, groups: int) -> Tensor:
 
 def _new(*shape: int) -> Tensor:
     """Uninitialized memory, in huge pages if it is large: thousands of page faults take longer than many small sums."""
-    out = torch.empty(shape, dtype=torch.float64)
+    out = torch.empty(shape, dtype=torch.float64, device="cpu")
     first = -(-out.data_ptr() // HUGE_PAGE) * HUGE_PAGE
     pages = (out.data_ptr() + 8 * out.numel() - first) // HUGE_PAGE
     if pages > 0 and sys.platform == "linux":

@@ -214,7 +214,7 @@ def sums(parts: Factors, factor: Tensor, out: Tensor | None = None, *, add: bool
     if by_kernel(parts.a):
         tile = _tile(parts, total=True)
         terms = _terms(n, groups * _tiles(parts, tile), _processors(parts.a.device), BLOCK_COST)
-        found = torch.empty(groups * -(-n // terms), size, device=parts.a.device)
+        found = torch.empty(groups * -(-n // terms), size, dtype=torch.float32, device=parts.a.device)
         _launch(parts, _aligned(factor.float().contiguous()), found, groups, terms, tile, total=True)
         _fold(parts, found, out, add)
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
@@ -18,7 +19,7 @@ from torch.nn.functional import threshold
 
 from sordino.core import FLAT_CLIPPING, SAFETY, Blend, Clipping, Shard
 from sordino.errors import SordinoError, check_known
-from sordino.models import outer, per_example, probe
+from sordino.models import outer, per_example, probe, watch
 from sordino.models.arithmetic import FLOAT32_TERMS, blank, exact_arithmetic, in_chunks, row_sums
 from sordino.models.attention import by_linear_layers
 from sordino.models.compiled import Passes
@@ -41,6 +42,26 @@ NO_GRADIENTS = (
     "requires_grad_(False)."
 )
 RECORDS_THRESHOLD, PARAMETERS_THRESHOLD = 16, 2**20  # below these the overhead of a call exceeds its work
+
+
+class Turns:
+    """Lets one thread at a time compute, because a pass keeps parameters and hooks in the module. A copy of a model has
+    turns of its own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Turns:
+        return Turns()
+
+    def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
+        return Turns, ()
 
 
 class Place(NamedTuple):
@@ -126,6 +147,7 @@ class TorchModel:
         output: str | int | None = None,
         labels: str = "classes",
     ) -> None:
+        self._turns = Turns()
         self.objective = Objective(loss, output, labels)
         self.objective.check()
         if loss is not None and not check:
@@ -181,6 +203,8 @@ class TorchModel:
             raise SordinoError(
                 f"classes: {classes} must be at most {self.outputs}, the number of outputs of the module."
             )
+        self._compared = check
+        self._form = watch.form(module, loss)
         probe.check_apart(self)
         self.mode = advised if mode == "auto" else mode
         if check and not probe.agrees(self):
@@ -199,6 +223,32 @@ class TorchModel:
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
             if autocast is not None and not self._serves_half(first, groups=2):
                 self.vmap_records = 0  # torch.func does not serve it in this type
+
+    def check_unchanged(self) -> None:
+        """Check the module again if it, its loss or what PyTorch does in this process changed since the last check.
+
+        Hooks, modes, layers and functions may be exchanged after the first check, and so may numbers that own code
+        reads. Engines call this before each round.
+
+        Raises:
+          SordinoError: what is computed of one record depends on others now, or another sum than before is computed.
+        """
+        with self._turns:
+            form = watch.form(self.module, self.objective.each)
+            if form == self._form:
+                return
+            try:
+                probe.check_apart(self)
+                if self._compared and not probe.agrees(self):
+                    raise SordinoError("module: gradients differ from those of single examples.")
+                if self.mode != "vmap":
+                    probe.check_terms(self, self._place(self.module).owned, reads=not self._compared)
+            except SordinoError as error:
+                raise SordinoError(
+                    "module: it, its loss, or a hook or mode of PyTorch changed after the model was built, and it no "
+                    f"longer passes the checks: {error}"
+                ) from error
+            self._form = form
 
     def _fall_back(self, mode: str, odd: list[str]) -> None:
         """Take torch.func where the chosen mode computes other gradients than those of single examples."""
@@ -292,7 +342,7 @@ class TorchModel:
         clipping = clipping if math.isfinite(clip) else FLAT_CLIPPING  # without a clip all laws are the same
         x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
-        with exact_arithmetic(theta.device):
+        with self._turns, exact_arithmetic(theta.device, own_code=True):
             if self._graphs is not None and theta.is_cuda and shard.per_person == 1 and blend is None:
                 return self._graphs(self._sum, (theta, x, y, mask, scale), clip, clipping)
             return self._sum(theta, x, y, mask, scale, clip, clipping, per_person=shard.per_person, blend=blend)
@@ -300,7 +350,7 @@ class TorchModel:
     def count_sum(self, theta: Tensor, shard: Shard, scale: Tensor) -> Tensor:
         """Add 1/2 for every record whose gradient times `scale` has norm at most 1, and -1/2 for every other."""
         x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
-        with exact_arithmetic(theta.device):
+        with self._turns, exact_arithmetic(theta.device, own_code=True):
             return self._sum(theta, x, y, mask, scale.to(theta), 1.0, count=True, per_person=shard.per_person)
 
     def fisher_sum(self, theta: Tensor, shard: Shard, clip: float) -> Tensor:
@@ -331,7 +381,7 @@ class TorchModel:
             g = (torch.where(fine.unsqueeze(-1), g, 0.0) * factor[0].unsqueeze(-1)).double()
             into().add_(g.mT @ g)
 
-        with exact_arithmetic(theta.device):
+        with self._turns, exact_arithmetic(theta.device, own_code=True):
             for k in parts(groups, together):
                 in_chunks(partial(total.__getitem__, k), n, most, partial(add, k))
         return total.reshape(*lead, size, size)
@@ -543,7 +593,7 @@ class TorchModel:
         return {name: here * part.to(theta) + there * second[name].to(theta) for name, part in first.items()}
 
     def _outputs(self, theta: Tensor, rows: Tensor) -> Any:
-        with self.cast(theta):
+        with self._turns, self.cast(theta):
             return functional_call(self._on(theta, training=False).module, self.split(theta), (rows,))
 
     def split(self, theta: Tensor) -> dict[str, Tensor]:

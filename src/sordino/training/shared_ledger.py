@@ -50,6 +50,7 @@ class SharedLedger(NamedTuple):
     who: str
     adjacency: Adjacency
     releases: tuple[Release, ...]  # of this run
+    schedule: str = ""  # keyed hash of what its secret cohorts follow from; empty where cohorts are not secret
 
     def charge(self, plan: str, *, must_exist: bool = False) -> None:
         """Charge this run, once.
@@ -60,18 +61,20 @@ class SharedLedger(NamedTuple):
 
         Raises:
           OverspentError: the data would exceed the limit. Nothing was charged.
-          SordinoError: a run that must have been charged was not.
+          SordinoError: a run that must have been charged was not, or an earlier run had the same secret cohorts.
         """
         with self.open() as ledger:
             if ledger.charged(plan, self.who, 0):
                 return
+            self._check_schedule(ledger)
             if must_exist:
                 raise SordinoError(
                     f"ledger: '{self.path}' does not hold the charge of this run, which has begun; put the ledger "
                     "that it began with back."
                 )
             try:
-                ledger.charge(self._charges(plan))
+                key = (f"schedule {self.schedule}", self.who, 0) if self.schedule else None
+                ledger.charge(self._charges(plan), key=key)
             except OverspentError as error:
                 raise self._refusal(ledger, error) from None
 
@@ -89,6 +92,7 @@ class SharedLedger(NamedTuple):
     def check(self, limit: tuple[float, float] | None = None) -> None:
         """Raise OverspentError if the ledger, with this further limit, cannot pay for this run."""
         with self.open() as ledger:
+            self._check_schedule(ledger)
             try:
                 ledger.afford(self._charges("this run"), limit)
             except OverspentError as error:
@@ -106,6 +110,15 @@ class SharedLedger(NamedTuple):
             spent = ledger.spent_epsilon(self.who, delta)
             caveat = ledger.caveat(self.who)
             return {"epsilon": spent, "delta": delta, "runs": runs, "limit": epsilon, "caveat": caveat}
+
+    def _check_schedule(self, ledger: Ledger) -> None:
+        """Refuse the secret cohorts of an earlier run. Costs of runs add up as if each drew cohorts of its own: who was
+        in the cohorts of one run would otherwise be in those of all."""
+        if self.schedule and ledger.charged(f"schedule {self.schedule}", self.who, 0):
+            raise SordinoError(
+                f"schedule_seed: another run in '{self.path}' had the same secret cohorts, and both reveal more than "
+                "their sum; leave schedule_seed out, and each run draws its own."
+            )
 
     def _charges(self, plan: str) -> list[Charge]:
         return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
@@ -177,7 +190,8 @@ def join(
             f"unit: '{path}' counts these data at {level} level, which does not add up with {unit} level; run with "
             f"--unit {level}. Another ledger would not count what was spent here."
         )
-    shared = SharedLedger(path, who, plan.privacy.adjacency, worst_case(plan) if releases is None else releases)
+    charged = worst_case(plan) if releases is None else releases
+    shared = SharedLedger(path, who, plan.privacy.adjacency, charged, _schedule(plan, key))
     if limit is None:
         shared.check()
     else:  # stored only if the run fits, because a stored limit cannot be loosened
@@ -185,6 +199,13 @@ def join(
         shared.check((limit, delta))
         Ledger(path, epsilon=limit, delta=delta).close()
     return shared
+
+
+def _schedule(plan: Plan, key: bytes) -> str:
+    """The keyed hash of the seed of secret cohorts; empty where they are not secret."""
+    if not plan.amplified:
+        return ""
+    return hmac.new(key, f"schedule {plan.schedule_seed}".encode(), "sha256").hexdigest()[:32]
 
 
 def grouping(numbers: np.ndarray) -> bytes:
@@ -227,7 +248,8 @@ def reopen(text: str, plan: Plan) -> SharedLedger:
     path = Path(stored["ledger"])
     if not path.is_file():
         raise SordinoError(f"resume: the ledger '{path}' of this run is missing; put it back to where it was.")
-    return SharedLedger(path, str(stored["who"]), plan.privacy.adjacency, worst_case(plan))
+    schedule = _schedule(plan, _key(path, new=False)) if plan.amplified else ""
+    return SharedLedger(path, str(stored["who"]), plan.privacy.adjacency, worst_case(plan), schedule)
 
 
 # ------------------------------------------------------------------------------------------------ identity of the data

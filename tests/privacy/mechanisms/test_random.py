@@ -2,7 +2,10 @@
 
 import itertools
 import math
+import os
+import pickle
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 
@@ -637,6 +640,56 @@ def test_draws_come_from_that_keystream():
 def test_fresh_secure_sources_differ():
     draws = np.array([Secure().normal(HERE, (4,)) for _ in range(8)])
     assert all_distinct(draws.ravel().tolist())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("mutant", [False, True])
+def test_a_copy_of_the_process_draws_nothing(mutant, monkeypatch):
+    """Both would draw the same noise, which the difference of their releases does not have. A mutant draws it."""
+    if mutant:
+        monkeypatch.setattr(Secure, "_check_process", lambda self: None)
+    stream = Secure()
+    draws = [
+        lambda one: one.normal(HERE, (2,)),
+        lambda one: one.uniform(HERE, (2,)),
+        lambda one: one.words(HERE, 2),
+        lambda one: one.word_rows([HERE], 2),
+        lambda one: one.bounds(HERE, 0),
+    ]
+
+    def drawn(one):
+        found = []
+        for each in draws:
+            with suppress(SordinoError):
+                found.append(each(one))
+        return found
+
+    def in_a_copy(one):
+        out, into = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(into, pickle.dumps(drawn(one)))
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(into)
+        with os.fdopen(out, "rb") as file:
+            return pickle.load(file)
+
+    here, there = drawn(stream), in_a_copy(stream)
+    assert len(here) == len(draws)
+    assert len(there) == len(draws) * mutant
+    assert not mutant or (here[0] == there[0]).all()
+    begun = [in_a_copy(_Begins(stream))[0].tolist() for _ in range(2)]
+    assert begun[0] != begun[1]
+
+
+class _Begins:
+    """A run that begins in the copy."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self._stream.fresh(), name)
 
 
 def test_seeds_differ_also_in_their_high_bits():

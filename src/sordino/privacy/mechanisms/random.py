@@ -5,7 +5,8 @@ the same draw again, which resumed rounds and correlated noise need. Two address
 
 `Secure` protects against an adversary who sees any number of draws and knows all addresses: without the key they reveal
 nothing about other draws. It does not protect against a key that is used for two runs: both get the same noise, which
-cancels in the difference of their releases. So take a new key for each run. Anybody who knows or guesses the seed can
+cancels in the difference of their releases. So take a new key for each run. A process that is forked during a run holds
+the key too, so a source draws in the process in which it was made alone. Anybody who knows or guesses the seed can
 recompute a `Seeded` stream. It is for simulations and tests (`private = False`).
 
 Element i of a `Secure` draw is the ideal normal N = Phi^-1(U) of a uniform U with infinitely many bits, of which only
@@ -23,6 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import secrets
 import struct
 from collections.abc import Callable, Sequence
@@ -125,6 +127,7 @@ class Secure:
     def __init__(self, key: bytes | None = None) -> None:
         if key is not None and len(key) != 32:
             raise SordinoError(f"key: it has {len(key)} bytes, but 32 are needed; omit it for a new key.")
+        self._process = os.getpid()
         _chacha20()  # fail here, not in the first round
         master = secrets.token_bytes(32) if key is None else bytes(key)
         self._normal_key = _derive(master, b"sordino normal")
@@ -138,8 +141,17 @@ class Secure:
     def fresh(self) -> Secure:
         return Secure(_derive(self._normal_key + secrets.token_bytes(32), b"sordino run"))
 
+    def _check_process(self) -> None:
+        """Refuse to draw in a copy of the process, whose noise would cancel that of the original."""
+        if os.getpid() != self._process:
+            raise SordinoError(
+                "source: a run does not go on in another process than the one it began in (os.fork, multiprocessing), "
+                "because both would draw the same noise; begin a run in each process."
+            )
+
     def normal(self, at: Address, shape: tuple[int, ...]) -> Floats:
         """Normals within ERROR of the ideal ones."""
+        self._check_process()
 
         def convert(words: Words, out: Floats, start: int) -> None:
             for i in _to_normal(words, out):
@@ -161,6 +173,7 @@ class Secure:
         therefore a function of key, address and i. At least `words` further words are read, and more while tail <
         least.
         """
+        self._check_process()
         if not 0 <= element < _MOST:
             raise SordinoError(f"element: {element} must be an integer from 0 to 2**35 - 1.")
         first = _word_at(self._normal_key, at, element)
@@ -173,13 +186,16 @@ class Secure:
         return sign, tail, 64 + 64 * level
 
     def uniform(self, at: Address, shape: tuple[int, ...]) -> Floats:
+        self._check_process()
         return _draw(self._uniform_key, at, shape, _to_uniform)
 
     def words(self, at: Address, count: int) -> Words:
+        self._check_process()
         return _draw(self._words_key, at, (count,), _to_words).view("<u8").astype(np.uint64, copy=False)
 
     def word_rows(self, addresses: Sequence[Address], count: int) -> Words:
         """As `words`, one row per address. The cipher is set up once, which takes longer than a short draw."""
+        self._check_process()
         begin, rows = _chacha20(), np.empty((len(addresses), count), dtype="<u8")
         stream = None
         for at, row in zip(addresses, rows, strict=True):
