@@ -56,6 +56,11 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def promised(epsilon: float) -> str:
+    """How much of a limit is spent when all open runs have ended."""
+    return f"to open runs: ε = {epsilon:.4g} is spent when they have ended"
+
+
 def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
     """One line of a coordinator's progress, in words."""
     what, site, t = line["what"], line.get("site", "a node"), line.get("t")
