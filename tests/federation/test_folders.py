@@ -43,6 +43,9 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
             ["--sites", "a,b"],
             "secure aggregation needs at least 3 sites where 0 may drop out and 1 may collude, and there are 2 sites",
         ),
+        (["--sites", "a,b"], "--trust untrusted-server; or --colluders 0, if every site.toml says colluders = 0 too;"),
+        (["--sites", "a"], "there is 1 site. Use --trust untrusted-server; or add sites."),
+        (["--sites", "a,b", "--dropouts", "1"], "--trust untrusted-server; or fewer --dropouts; or add sites."),
         (["--method", "dp-scaffold"], "not proved private"),
         (["--dropouts", "2"], "at least 5 sites where 2 may drop out"),
         (["--epsilon", "-1"], "epsilon"),
@@ -51,6 +54,14 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
         assert main([*words[:2], str(tmp_path / "other"), *words[3:], *more]) == 2
         assert why in capsys.readouterr().err
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
+
+
+def test_two_sites_take_what_init_advises(tmp_path):
+    words = ["federate", "init", "--sites", "a,b", "--features", "5", "--classes", "0,1"]
+    for name, more in (("open", ["--trust", "untrusted-server"]), ("secure", ["--colluders", "0"])):
+        assert main([*words, str(tmp_path / name), *more]) == 0
+    assert FederationConfig.read(tmp_path / "secure" / "federation.toml").colluders == 0
+    assert "colluders" not in (tmp_path / "open" / "federation.toml").read_text()  # it would have no effect
 
 
 def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, capsys):
