@@ -252,16 +252,23 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     }
 
 
-def _show_outcome(out: Path, document: dict[str, Any]) -> None:
+def _result(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Headings and lines on the model. The first holds what the others do not say."""
     from sordino.cli.run import quality
 
+    others = quality(metrics, metrics["constant"])
+    said = " ".join(line for _, line in others)
+    rest = {key: metrics.get(key) for key, (name, _) in sentences.MEASURED.items() if name not in said}
+    where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
+    return [("result", f"{sentences.measured(rest)} {where}".strip()), *others]
+
+
+def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page, metrics = console(), document["metrics"]
     rounds = sentences.count(document["rounds"], "round")
     page.print(f"{rounds} in {document['seconds']:.0f} s, with the start of link and sites", markup=False)
     if metrics:
-        where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
-        page.print(f"{'result':<13}{sentences.measured(metrics)} {where}", markup=False)
-        for heading, line in quality(metrics, metrics["constant"]):
+        for heading, line in _result(metrics):
             page.print(f"{heading:<13}{line}", markup=False)
     page.print()
     rows = []
