@@ -43,7 +43,7 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
             ["--sites", "a,b"],
             "secure aggregation needs at least 3 sites where 0 may drop out and 1 may collude, and there are 2 sites",
         ),
-        (["--sites", "a,b"], "--trust untrusted-server; or --colluders 0, if every site.toml says colluders = 0 too;"),
+        (["--sites", "a,b"], "--trust untrusted-server; or `federate init` with --colluders 0, if every site.toml"),
         (["--sites", "a"], "there is 1 site. Use --trust untrusted-server; or add sites."),
         (["--sites", "a,b", "--dropouts", "1"], "--trust untrusted-server; or fewer --dropouts; or add sites."),
         (["--method", "dp-scaffold"], "not proved private"),

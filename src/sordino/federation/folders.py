@@ -182,8 +182,10 @@ def init(
 def _too_few(sites: int, dropouts: int, colluders: int) -> str:
     """Why so few sites cannot use secure aggregation, and which flags of `init` help."""
     most = sites - dropouts - 2
-    fewer = f"; or --colluders {most}, if every site.toml says colluders = {most} too" if most >= 0 else ""
-    fewer = "; or fewer --dropouts" if dropouts and not fewer else fewer
+    if most >= 0:
+        fewer = f"; or `federate init` with --colluders {most}, if every site.toml says colluders = {most} too"
+    else:
+        fewer = "; or fewer --dropouts" if dropouts else ""
     return (
         f"sites: secure aggregation needs at least {dropouts + colluders + 2} sites where {dropouts} may drop out and "
         f"{colluders} may collude, and there {'is' if sites == 1 else 'are'} {count(sites, 'site')}. Use --trust "
