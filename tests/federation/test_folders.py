@@ -56,6 +56,15 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
 
 
+def test_init_says_why_its_method_is_not_auto_and_auto_needs_classes_or_a_schema(tmp_path, capsys):
+    words = ["federate", "init", "--sites", "a,b,c", "--features", "5"]
+    for name, more, noted in (("n", [], True), ("c", ["--method", "auto", "--classes", "0,1"], False)):
+        assert main([*words, *more, str(tmp_path / name)]) == 0
+        assert ("without a schema" in (tmp_path / name / "spec.toml").read_text()) == noted
+    assert main([*words, "--method", "auto", str(tmp_path / "a")]) == 2
+    assert "auto learns a quantity within a public range" in capsys.readouterr().err
+
+
 def test_two_sites_take_what_init_advises(tmp_path):
     words = ["federate", "init", "--sites", "a,b", "--features", "5", "--classes", "0,1"]
     for name, more in (("open", ["--trust", "untrusted-server"]), ("secure", ["--colluders", "0"])):

@@ -29,6 +29,10 @@ epsilon = {epsilon}
 delta = 1e-5
 trust = "{trust}"
 """
+DEFAULT_METHOD = "dp-fedsofim"
+DEFAULT_REASON = (
+    '# "auto" needs no tuning; this method is the default because it learns numbers without a schema too.\n'
+)
 FEDERATION = """\
 # The sites that the coordinator waits for, and the public shape of their data.
 sites = {sites}
@@ -95,7 +99,7 @@ def init(
     features: int | None = None,
     classes: Sequence[str] = (),
     schema: Path | None = None,
-    method: str = "dp-fedsofim",
+    method: str = DEFAULT_METHOD,
     rounds: int = 20,
     epsilon: float = 8.0,
     trust: str = "secure-aggregation",
@@ -154,6 +158,7 @@ def init(
         shape = f'schema = "{SCHEMA}"   # of the tables of all sites; it has the features and the classes\n'
     texts = {
         "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
+        + (DEFAULT_REASON if method == DEFAULT_METHOD else "")
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
