@@ -10,6 +10,7 @@ import torch
 from fixtures import Loopback
 
 from sordino import files, secagg, wire
+from sordino.cli.federate import _result
 from sordino.cli.run import quality
 from sordino.data.sources import Dataset
 from sordino.errors import SordinoError, StoppedError
@@ -720,6 +721,11 @@ def test_the_last_line_has_every_metric_of_the_coordinators_test_records(federat
     assert found["constant"] == pytest.approx(entropy(np.arange(40) % classes)), "the log loss of the prevalence"
     shown = dict(quality(found, found["constant"]))
     assert "log loss" in shown["scores"]
+    (heading, first), *_ = lines = _result(found)  # as `federate up` prints it
+    assert heading == "result"
+    assert "accuracy" in first
+    assert "40 test records" in first
+    assert [" ".join(line for _, line in lines).count(name) for name in ("log loss", "AUC")] == [1, int(classes == 2)]
     if classes == 2:
         assert list(shown) == ["scores", "risks", "threshold"]
         assert "records" not in found["calibration_curve"][0]

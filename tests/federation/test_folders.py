@@ -43,6 +43,9 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
             ["--sites", "a,b"],
             "secure aggregation needs at least 3 sites where 0 may drop out and 1 may collude, and there are 2 sites",
         ),
+        (["--sites", "a,b"], "--trust untrusted-server; or `federate init` with --colluders 0, if every site.toml"),
+        (["--sites", "a"], "there is 1 site. Use --trust untrusted-server; or add sites."),
+        (["--sites", "a,b", "--dropouts", "1"], "--trust untrusted-server; or fewer --dropouts; or add sites."),
         (["--method", "dp-scaffold"], "not proved private"),
         (["--dropouts", "2"], "at least 5 sites where 2 may drop out"),
         (["--epsilon", "-1"], "epsilon"),
@@ -51,6 +54,23 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
         assert main([*words[:2], str(tmp_path / "other"), *words[3:], *more]) == 2
         assert why in capsys.readouterr().err
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
+
+
+def test_init_says_why_its_method_is_not_auto_and_auto_needs_classes_or_a_schema(tmp_path, capsys):
+    words = ["federate", "init", "--sites", "a,b,c", "--features", "5"]
+    for name, more, noted in (("n", [], True), ("c", ["--method", "auto", "--classes", "0,1"], False)):
+        assert main([*words, *more, str(tmp_path / name)]) == 0
+        assert ("without a schema" in (tmp_path / name / "spec.toml").read_text()) == noted
+    assert main([*words, "--method", "auto", str(tmp_path / "a")]) == 2
+    assert "auto learns a quantity within a public range" in capsys.readouterr().err
+
+
+def test_two_sites_take_what_init_advises(tmp_path):
+    words = ["federate", "init", "--sites", "a,b", "--features", "5", "--classes", "0,1"]
+    for name, more in (("open", ["--trust", "untrusted-server"]), ("secure", ["--colluders", "0"])):
+        assert main([*words, str(tmp_path / name), *more]) == 0
+    assert FederationConfig.read(tmp_path / "secure" / "federation.toml").colluders == 0
+    assert "colluders" not in (tmp_path / "open" / "federation.toml").read_text()  # it would have no effect
 
 
 def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, capsys):

@@ -10,9 +10,8 @@ import pytest
 from sordino.cli import main
 from sordino.errors import SordinoError, StoppedError
 from sordino.evidence.ledger import NOTES, Ledger
-from sordino.federation import approvals, coordinator, study_queue
+from sordino.federation import approvals, coordinator, promises, study_queue
 from sordino.federation.config import SiteConfig
-from sordino.federation.site import _entries
 from sordino.federation.study_queue import StudyQueue
 
 NORTH = "north"
@@ -109,7 +108,7 @@ def test_a_withdrawn_run_that_needed_no_approval_gives_none_back(tiny, talk):
     cost = []
     with Ledger(federation.folder / "costs.db") as ledger:
         for k in range(4):
-            entries = _entries(federation.terms(), 0, "account")
+            entries = promises.cost(federation.terms(), 0, "account")
             ledger.charge([entry._replace(plan=f"run {k}") for entry in entries])
             cost.append(ledger.spent_epsilon("account", 1e-3))
     free = (cost[1] + cost[2]) / 2  # a third run needs a person

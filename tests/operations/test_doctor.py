@@ -51,6 +51,15 @@ def test_the_doctor_takes_a_folder_and_names_what_the_coordinator_must_send(thre
     assert "none.pem' does not exist" in capsys.readouterr().err
 
 
+def test_advice_has_its_own_word(three, capsys):
+    site = three / "sites" / "site1"
+    assert main(["federate", "doctor", str(site), "--federation", str(three / "coordinator")]) == 0
+    lines = " ".join(capsys.readouterr().out.split())
+    assert "note any_choice" in lines
+    assert "set any_choice = true in site.toml before it" in lines
+    assert "ok any_choice" not in lines
+
+
 def test_the_hash_of_the_roster_is_printed_in_full(three):
     site = three / "sites" / "site1"
     (says,) = (check.says for check in doctor(site / "site.toml") if check.about == "roster.toml")

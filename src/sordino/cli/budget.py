@@ -6,9 +6,10 @@ import argparse
 import math
 from typing import Any
 
-from sordino.cli.ledger import open_ledger
+from sordino.cli.ledger import costs_of_open_studies, open_ledger
 from sordino.cli.show import add_json, check_json, command, console, emit, numbers, table
 from sordino.errors import SordinoError
+from sordino.federation import sentences
 
 MOST_RUNS = 1000
 ABOUT = """
@@ -47,12 +48,15 @@ def act(arguments: argparse.Namespace) -> int:
 
     check_json(arguments)
     weights = _weights(arguments)
-    account, limit, delta, spent = _limit(arguments, weights)
+    account, limit, delta, spent, promised = _limit(arguments, weights)
     runs = budget.share(limit, delta, weights, spent)
     rows = [run._asdict() for run in runs]
-    if not emit(arguments, {"account": account, "limit": limit, "delta": delta, "spent_mu": spent, "runs": rows}):
+    about = {"account": account, "limit": limit, "delta": delta, "promised": promised, "spent_mu": spent}
+    if not emit(arguments, {**about, "runs": rows}):
         page = console()
         page.print(f"limit{f' of {account}' if account else ''}: ε = {limit:g} at δ = {delta:g}", markup=False)
+        if promised is not None:
+            page.print(f"promised {sentences.promised(promised)}", markup=False)
         table(
             ["run", "share", "ε of the run", "ε of everything up to it"],
             [
@@ -77,8 +81,9 @@ def _weights(arguments: argparse.Namespace) -> list[float]:
     return numbers("--shares", arguments.shares, "3,1,1")
 
 
-def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | None, float, float, float]:
-    """The account, its limit as epsilon and delta, and mu of what was spent."""
+def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | None, float, float, float, float | None]:
+    """The account, its limit as epsilon and delta, mu of what was spent or promised to the open runs of a site, and the
+    epsilon that is spent when these have ended; None without such runs."""
     from sordino.privacy.accounting import gaussian
 
     if arguments.limit is not None and not arguments.limit >= 0:
@@ -88,7 +93,8 @@ def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | N
             raise SordinoError("--account: name its ledger too, with --ledger.")
         if arguments.limit is None:
             raise SordinoError("--limit: give the epsilon over all runs, or a --ledger that has a limit.")
-        return None, arguments.limit, 1e-5 if arguments.delta is None else arguments.delta, 0.0
+        return None, arguments.limit, 1e-5 if arguments.delta is None else arguments.delta, 0.0, None
+    entries = costs_of_open_studies(arguments.ledger)
     with open_ledger(arguments.ledger) as ledger:
         limits, people = ledger.limits(), ledger.people()
         opened = [account.who for account in ledger.accounts()]
@@ -106,6 +112,8 @@ def _limit(arguments: argparse.Namespace, weights: list[float]) -> tuple[str | N
         limit = min(gaussian.epsilon(gaussian.mu(*each), delta) for each in limits)
         fine = weights and all(0 < weight < math.inf for weight in weights)  # `share` refuses others
         shares = [weight / math.fsum(weights) for weight in weights] if fine else [1.0]
-        left = ledger.left(who or "nobody", (limit, delta), shares)
+        promised = [entry for entry in ledger.unpaid(entries) if entry.who == who]
+        left = ledger.left(who or "nobody", (limit, delta), shares, promised)
+        after = ledger.spent_epsilon(who or "nobody", delta, promised) if promised else None
     square = gaussian.mu(limit, delta) ** 2 - (gaussian.mu(left, delta) ** 2 if left else 0.0)
-    return who, limit, delta, max(0.0, square) ** 0.5
+    return who, limit, delta, max(0.0, square) ** 0.5, after

@@ -7,12 +7,15 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino.cli import operate
 from sordino.cli.show import add_json, bar, check_json, command, console, emit, facts, marked, say, steps, table
 from sordino.errors import SordinoError
 from sordino.federation import sentences
+
+if TYPE_CHECKING:
+    from sordino.operations.doctor import Check
 
 UP_FLAGS = (
     # of `up`: a flag, whose name is the key of spec.toml, and what it says in --help
@@ -252,16 +255,23 @@ def _outcome(out: Path, lines: list[dict[str, Any]], seconds: float) -> dict[str
     }
 
 
-def _show_outcome(out: Path, document: dict[str, Any]) -> None:
+def _result(metrics: dict[str, Any]) -> list[tuple[str, str]]:
+    """Headings and lines on the model. The first holds what the others do not say."""
     from sordino.cli.run import quality
 
+    others = quality(metrics, metrics["constant"])
+    said = " ".join(line for _, line in others)
+    rest = {key: metrics.get(key) for key, (name, _) in sentences.MEASURED.items() if name not in said}
+    where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
+    return [("result", f"{sentences.measured(rest)} {where}".strip()), *others]
+
+
+def _show_outcome(out: Path, document: dict[str, Any]) -> None:
     page, metrics = console(), document["metrics"]
     rounds = sentences.count(document["rounds"], "round")
     page.print(f"{rounds} in {document['seconds']:.0f} s, with the start of link and sites", markup=False)
     if metrics:
-        where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
-        page.print(f"{'result':<13}{sentences.measured(metrics)} {where}", markup=False)
-        for heading, line in quality(metrics, metrics["constant"]):
+        for heading, line in _result(metrics):
             page.print(f"{heading:<13}{line}", markup=False)
     page.print()
     rows = []
@@ -461,17 +471,27 @@ def _doctor(arguments: argparse.Namespace) -> int:
         raise SordinoError(f"--federation, --authority: '{place}' is a coordinator's folder; leave both out.")
     others = (value and Path(value) for value in (arguments.federation, arguments.authority))
     checks = list(coordinator_doctor(place) if coordinates else doctor(operate.site_file(arguments.site), *others))
-    document = [{"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": bool(c.soon)} for c in checks]
+    document = [
+        {"fine": bool(c.fine), "about": c.about, "what": c.says, "soon": c.soon, "note": c.note} for c in checks
+    ]
     if not emit(arguments, document):
         page, width = console(), max(len(check.about) for check in checks)
         for check in checks:
-            mark = "[yellow]soon[/]" if check.soon else "[green]ok[/]  " if check.fine else "[red]fix[/] "
-            page.print(f"{mark}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
+            page.print(f"{_mark(check)}  {check.about:<{width}}  " + check.says.replace("[", "\\["))
         problems = sum(not check.fine for check in checks)
         ready = "this coordinator is ready" if coordinates else "this site is ready to join"
         page.print()
         page.print(f"{sentences.count(problems, 'problem')} to fix" if problems else ready)
     return 0 if all(check.fine for check in checks) else 1
+
+
+def _mark(check: Check) -> str:
+    """The word before a check, as wide as all others."""
+    if not check.fine:
+        return "[red]fix [/]"
+    if check.soon:
+        return "[yellow]soon[/]"
+    return "[yellow]note[/]" if check.note else "[green]ok  [/]"
 
 
 def _add_coordinate(parts: Any) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, steps, table
+from sordino.federation import sentences
 from sordino.foreign import cell
 
 if TYPE_CHECKING:
     from sordino.evidence.ledger import Ledger
+    from sordino.evidence.spent import Charge
 
 WARNING = (
     "records that earlier runs used too are protected by neither limit alone: what both accounts spend on them adds "
@@ -85,6 +87,16 @@ def open_ledger(file: str) -> Any:
 
         raise missing(path, "ledger")
     return Ledger(path, read_only=True)
+
+
+def costs_of_open_studies(file: str) -> list[Charge]:
+    """What all rounds of the open studies of a site cost whose ledger this is; nothing for any other ledger."""
+    path = _path(file)
+    if not (path.parent / "site.toml").is_file():
+        return []
+    from sordino.federation import promises
+
+    return promises.of_owner(path)
 
 
 def _open(arguments: argparse.Namespace) -> Any:
@@ -210,14 +222,15 @@ def _seen(counted: bool, witness: dict[str, Any] | None) -> str:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    entries = costs_of_open_studies(arguments.file)
     with _open(arguments) as ledger:
-        document = _document(ledger, _witness(arguments))
+        document = _document(ledger, _witness(arguments), ledger.unpaid(entries))
     if not emit(arguments, document):
         _print(document)
     return 0 if document["whole"] else 1
 
 
-def _document(ledger: Ledger, witness: dict[str, Any] | None) -> dict[str, Any]:
+def _document(ledger: Ledger, witness: dict[str, Any] | None, promised: Sequence[Charge] = ()) -> dict[str, Any]:
     """What a ledger holds: its limits, accounts and runs, what people stated, and whether its chain is whole."""
     from sordino.evidence.ledger import NOTES
 
@@ -228,6 +241,7 @@ def _document(ledger: Ledger, witness: dict[str, Any] | None) -> dict[str, Any]:
     for row in ledger.rows():
         if row.query not in NOTES:
             runs.setdefault((row.who, row.plan), []).append(row)
+    paying = {entry.who for entry in promised}
     return {
         "limits": [{"epsilon": e, "delta": d} for e, d in limits],
         "whole": not problems,
@@ -242,12 +256,13 @@ def _document(ledger: Ledger, witness: dict[str, Any] | None) -> dict[str, Any]:
             {
                 "who": who,
                 "epsilon": ledger.spent_epsilon(who, delta),
-                "left": ledger.left(who),
+                "promised": ledger.spent_epsilon(who, delta, promised) if who in paying else None,
+                "left": ledger.left(who, promised=promised),
                 "runs": sum(name == who for name, _ in runs),
                 "assumes": ledger.caveat(who).removeprefix(", "),
                 "epsilon_any_choice": ledger.adaptive_epsilon(who, delta),
             }
-            for who in ledger.people()
+            for who in dict.fromkeys([*ledger.people(), *sorted(paying)])
         ],
         "runs": [
             {
@@ -277,6 +292,9 @@ def _print(document: dict[str, Any]) -> None:
             for a in accounts
         ],
     )
+    for account in accounts:
+        if account["promised"] is not None:
+            page.print(f"{account['who']}: promised {sentences.promised(account['promised'])}", markup=False)
     page.print()
     table(
         ["account", "run", "releases", "first", "last"],

@@ -367,6 +367,7 @@ def _status(arguments: argparse.Namespace) -> int:
                     if found.problem
                     else [
                         ("spent", f"ε = {found.epsilon:.4g} of {found.limit:g} at δ = {found.delta:g}{found.caveat}"),
+                        *([] if found.promised is None else [("promised", sentences.promised(found.promised))]),
                         ("left", f"ε = {found.left:.4g} for one run"),
                     ]
                 ),

@@ -427,6 +427,10 @@ class Ledger:
         by_key = "SELECT 1 FROM entries WHERE key = ?"
         return bool(self._ask(by_round, plan, who, round) or self._ask(by_key, _label(plan, who, round)))
 
+    def unpaid(self, entries: Sequence[Charge]) -> list[Charge]:
+        """Those of the charges whose (plan, who, round) was not charged yet."""
+        return [entry for entry in entries if not self.charged(entry.plan, entry.who, entry.round)]
+
     # ------------------------------------------------------------------------------------------------- a site's account
 
     def account(self) -> str:
@@ -494,10 +498,10 @@ class Ledger:
         self._catch_up()
         return math.sqrt(self._spent_by(who).square)
 
-    def spent_epsilon(self, who: str, delta: float) -> float:
-        """Epsilon of everything charged to `who`, at a delta."""
+    def spent_epsilon(self, who: str, delta: float, promised: Sequence[Charge] = ()) -> float:
+        """Epsilon of everything charged to `who`, at a delta, and of charges that were promised."""
         self._catch_up()
-        return self._spent_by(who).epsilon(delta)
+        return self._after(who, promised).epsilon(delta)
 
     def adaptive_epsilon(self, who: str, delta: float) -> float:
         """The same without a statement that all runs were fixed beforehand: however later runs were chosen."""
@@ -587,7 +591,11 @@ class Ledger:
         self.charge([Charge(EVERYBODY, 0, kind, 0.0, 1.0, 1, text)])
 
     def left(
-        self, who: str, limit: tuple[float, float] | None = None, shares: Sequence[float] = (1.0,)
+        self,
+        who: str,
+        limit: tuple[float, float] | None = None,
+        shares: Sequence[float] = (1.0,),
+        promised: Sequence[Charge] = (),
     ) -> float | None:
         """The largest epsilon of further releases without sampling that fit into every limit.
 
@@ -595,12 +603,13 @@ class Ledger:
           who: who pays.
           limit: a further (epsilon, delta), which is not stored.
           shares: one further run per number, its part of mu squared; by default one run.
+          promised: charges that come before the further runs, and are not written yet.
 
         Returns:
           The epsilon of all further runs together, at the delta of the limit; 0 if none fits, None without a limit.
         """
         self._catch_up()
-        spent = self._spent_by(who)
+        spent = self._after(who, promised)
         limits = [*self.limits(), *([limit] if limit else [])]
         return min((spent.left(*each, shares) for each in limits), default=None)
 
@@ -814,6 +823,14 @@ class Ledger:
     def _spent_by(self, who: str) -> SpentByRuns:
         """What the rows read so far cost, without an entry for somebody who was never charged."""
         return self._spent[who] if who in self._spent else SpentByRuns(self._choice)
+
+    def _after(self, who: str, entries: Sequence[Charge]) -> SpentByRuns:
+        """What the rows read so far cost, together with the charges of `who` among `entries`."""
+        spent = self._spent_by(who).copy()
+        for entry in entries:
+            if entry.who == who:
+                spent.add(_checked(entry))
+        return spent
 
     def _catch_up(self) -> None:
         """Add up the rows that any process committed since the last call."""

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sordino import files
-from sordino.core import MOST_EPSILON
+from sordino.core import MOST_EPSILON, Trust
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
+from sordino.federation.sentences import count
 from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, written
 from sordino.federation.weights import folder_hash
 from sordino.privacy import calibration
@@ -28,12 +29,15 @@ epsilon = {epsilon}
 delta = 1e-5
 trust = "{trust}"
 """
+DEFAULT_METHOD = "dp-fedsofim"
+DEFAULT_REASON = (
+    '# "auto" needs no tuning; this method is the default because it learns numbers without a schema too.\n'
+)
 FEDERATION = """\
 # The sites that the coordinator waits for, and the public shape of their data.
 sites = {sites}
 {shape}dropouts = {dropouts}       # sites that may fail in a round without losing it
-colluders = {colluders}      # sites that may collude with the server; the noise of the others must suffice
-deadline = 120.0   # seconds a round waits for a site
+{colluders}deadline = 120.0   # seconds a round waits for a site
 """
 SITE_TEMPLATE = """\
 # What this site decides for itself. Nothing in it comes from the coordinator.
@@ -50,6 +54,7 @@ delta = 1e-5
 # any_choice = true   # before the first run: minibatches of later runs count as such, whatever the first run is
 # most_rounds = 1000
 """
+COLLUDERS = "colluders = {}      # sites that may collude with the server; the noise of the others must suffice\n"
 README_TEMPLATE = """\
 # A federation
 
@@ -94,7 +99,7 @@ def init(
     features: int | None = None,
     classes: Sequence[str] = (),
     schema: Path | None = None,
-    method: str = "dp-fedsofim",
+    method: str = DEFAULT_METHOD,
     rounds: int = 20,
     epsilon: float = 8.0,
     trust: str = "secure-aggregation",
@@ -141,7 +146,10 @@ def init(
         raise SordinoError(f"'{folder}' is not empty; choose another folder.")
     if (features is None) == (schema is None):
         raise SordinoError("features: give either the number of features, or a schema, which has it.")
-    if trim and trust == "secure-aggregation":
+    secure = trust == Trust.SECURE_AGGREGATION
+    if secure and min(dropouts, colluders) >= 0 and len(names) < dropouts + colluders + 2:
+        raise SordinoError(_too_few(len(names), dropouts, colluders))
+    if trim and secure:
         raise SordinoError("trim: under masks nobody sees single messages; use --trust untrusted-server.")
     if schema is not None and classes:
         raise SordinoError("classes: the schema has them; leave classes out.")
@@ -150,6 +158,7 @@ def init(
         shape = f'schema = "{SCHEMA}"   # of the tables of all sites; it has the features and the classes\n'
     texts = {
         "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
+        + (DEFAULT_REASON if method == DEFAULT_METHOD else "")
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
@@ -157,7 +166,7 @@ def init(
             if schema is None
             else f'schema = "{SCHEMA}"   # the tables of all sites; it has the features\n',
             dropouts=dropouts,
-            colluders=colluders,
+            colluders=COLLUDERS.format(colluders) if secure else "",  # in the open, a site trusts no other site
         )
         + (f"trim = {trim}           # per coordinate, leave out so many largest and smallest values\n" if trim else "")
         + (f"weights = {json.dumps(weights)}   # the terms hold the hash of its files\n" if weights else ""),
@@ -173,6 +182,20 @@ def init(
             proposed(place, [1000] * len(names))
     (folder / "nodes").mkdir()
     return [folder / name for name in texts]
+
+
+def _too_few(sites: int, dropouts: int, colluders: int) -> str:
+    """Why so few sites cannot use secure aggregation, and which flags of `init` help."""
+    most = sites - dropouts - 2
+    if most >= 0:
+        fewer = f"; or `federate init` with --colluders {most}, if every site.toml says colluders = {most} too"
+    else:
+        fewer = "; or fewer --dropouts" if dropouts else ""
+    return (
+        f"sites: secure aggregation needs at least {dropouts + colluders + 2} sites where {dropouts} may drop out and "
+        f"{colluders} may collude, and there {'is' if sites == 1 else 'are'} {count(sites, 'site')}. Use --trust "
+        f"untrusted-server{fewer}; or add sites."
+    )
 
 
 def proposed(folder: Path, sizes: Sequence[int]) -> Terms:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,8 +49,14 @@ def parsed(lines: list[str]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def follow(path: Path, running: Running, seconds: float, seen: int = 0) -> Iterator[dict[str, Any]]:
-    """Lines of the progress after the first `seen`, until the run finished or failed.
+def follow(
+    path: Path,
+    running: Running,
+    seconds: float,
+    seen: int = 0,
+    other: Callable[[], Iterable[dict[str, Any]]] = tuple,
+) -> Iterator[dict[str, Any]]:
+    """Lines of the progress after the first `seen`, and those of `other`, until the run finished or failed.
 
     Raises:
       SordinoError: the coordinator or the link ended, or the run took more than `seconds`.
@@ -64,6 +70,7 @@ def follow(path: Path, running: Running, seconds: float, seen: int = 0) -> Itera
             if line["what"] in ("finished", "failed"):
                 return
         seen = len(lines)
+        yield from other()
         for name, status in ended.items():
             why = f"with status {status}"
             if status == NOT_WRITTEN:

@@ -56,6 +56,11 @@ def count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+def promised(epsilon: float) -> str:
+    """How much of a limit is spent when all open runs have ended."""
+    return f"to open runs: ε = {epsilon:.4g} is spent when they have ended"
+
+
 def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
     """One line of a coordinator's progress, in words."""
     what, site, t = line["what"], line.get("site", "a node"), line.get("t")
@@ -96,6 +101,11 @@ def of_coordinator(line: dict[str, Any], rounds: int | None) -> str:
             return f"round {line['t'] + 1} has no result: {line['why']}"
         case "evaluation":
             return evaluation(line)
+        case "unknown-key":
+            return (
+                "a node whose key is in no file of nodes/ tried to connect; ask the sites that are missing for their "
+                "node.pub, and compare it with nodes/NAME.pub"
+            )
         case "finished":
             why = f". {warning(line['useless'], line.get('by_chance', False))}" if "useless" in line else ""
             why += f"; the completed schema is {line['schema']}" if "schema" in line else ""
@@ -162,6 +172,12 @@ def _reached(line: dict[str, Any]) -> str:
     host = link.rpartition(":")[0]
     return {
         "connected": f"connected to {link}",
+        "refused": (
+            f"{link} does not accept the key of this site's node, and is asked again. If the coordinator has just "
+            "started, or this site was killed, wait a minute. Otherwise compare node.pub of this site with the "
+            f"coordinator's nodes/{line.get('site', 'NAME')}.pub, and run `sordino federate doctor "
+            f"{line.get('file', 'SITE.toml')}`"
+        ),
         "silent": f"nobody answers at {link}; trying again",
         "unsigned": (
             "the certificate of the link was not signed by this authority; ask the coordinator for its "

@@ -23,7 +23,7 @@ from sordino import files, wire
 from sordino.core import Broadcast, Trust
 from sordino.engines.schedule import RoundPlan, round_plans
 from sordino.errors import LedgerError, OverspentError, Refused, RolledBackError, SordinoError, WireError
-from sordino.evidence.charges import charges, reserve, whole_run
+from sordino.evidence.charges import charges, reserve
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.spent import Charge
 from sordino.federation import (
@@ -31,6 +31,7 @@ from sordino.federation import (
     introductions,
     limits,
     masks,
+    promises,
     rotations,
     run_keys,
     study_queue,
@@ -287,7 +288,7 @@ class Site(SiteData):
           OverspentError: it does not fit.
         """
         config = self.config
-        entries = self._promised(ledger, terms.run) + _entries(terms, mine, account)
+        entries = self._promised(ledger, terms.run) + promises.cost(terms, mine, account)
         ledger.afford(entries)
         if config.ask or not config.reserve_epsilon:
             return config.ask
@@ -307,8 +308,7 @@ class Site(SiteData):
                 run = self._run(name)
             except Refused:  # it cannot go on with these data
                 continue
-            entries = _entries(run.terms, run.mine, run.account)
-            found += [entry for entry in entries if not ledger.charged(name, run.account, entry.round)]
+            found += ledger.unpaid(promises.cost(run.terms, run.mine, run.account))
         return found
 
     def _queued(self, terms: Terms, place: study_queue.Place) -> bytes:
@@ -613,11 +613,6 @@ def _answered(stored: bytes, asked: str, what: str) -> bytes:
     if wire.decode(stored).fields["asked"] != asked:
         raise Refused("replayed", f"{what}, asked with another model or other sites")
     return stored
-
-
-def _entries(terms: Terms, mine: int, account: str) -> list[Charge]:
-    """What all rounds of a run cost a site."""
-    return [entry._replace(who=account) for entry in whole_run(terms.plan, mine, terms.run)]
 
 
 def _used(ledger: Ledger, run: str) -> bool:

@@ -36,6 +36,7 @@ class Check(NamedTuple):
     about: str  # what was checked: a file, a key, the budget
     says: str
     soon: bool = False  # fine today, but somebody must act soon
+    note: bool = False  # fine, with something to decide or to do
 
 
 def doctor(path: Path, coordinator: Path | None = None, authority: Path | None = None) -> Iterator[Check]:
@@ -57,7 +58,8 @@ def doctor(path: Path, coordinator: Path | None = None, authority: Path | None =
     if config.seed is not None:
         yield Check(False, "seed", "the noise is reproducible, so nothing is certified; remove seed from site.toml")
     if not files.is_private(config.folder):
-        yield Check(True, "folder", f"others on this machine can list it; chmod 700 {config.folder} hides it")
+        says = f"others on this machine can list it; chmod 700 {config.folder} hides it"
+        yield Check(True, "folder", says, note=True)
     site = None
     try:
         candidate = Site(config, only_looking=True)
@@ -210,9 +212,8 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             agree(site, terms)
             yield Check(True, "terms", "site.toml allows everything that the federation asks for")
             if config.ask:
-                yield Check(
-                    True, "ask", "a person approves the run first: sordino federate approve SITE.toml --yes STUDY"
-                )
+                says = "a person approves the run first: sordino federate approve SITE.toml --yes STUDY"
+                yield Check(True, "ask", says, note=True)
             if terms.requested_epsilons:
                 yield Check(
                     True,
@@ -308,8 +309,11 @@ def _any_choice(config: SiteConfig, ledger: Ledger | None, terms: Terms | None) 
     elif config.any_choice:
         yield Check(True, about, "`sordino federate join` states in the ledger that minibatches count as such")
     elif terms is not None and terms.plan.sampling.kind == FULL and (ledger is None or not ledger.people()):
-        says = "the first run has no minibatches, so those of later runs would count as if they held all records"
-        yield Check(True, about, f"{says}; any_choice = true in site.toml, set before, counts them as such")
+        says = (
+            "this first run uses all records in each round. If later runs may use minibatches, set any_choice = true "
+            "in site.toml before it: otherwise a minibatch will cost as much as all records"
+        )
+        yield Check(True, about, says, note=True)
 
 
 def _account(ledger: Ledger) -> str:

@@ -60,7 +60,8 @@ class BudgetStatus:
     epsilon: float  # spent by the account that pays now
     limit: float
     delta: float
-    left: float  # the largest epsilon of one more run
+    left: float  # the largest epsilon of one more run, beside what open runs were promised
+    promised: float | None = None  # spent when the open runs have ended; None if nothing is promised
     answered: int = 0  # rounds, in all runs
     runs: int = 0  # that ended
     refusals: int = 0
@@ -157,7 +158,7 @@ def _follow(status: CoordinatorStatus, sites: dict[str, SiteStatus], line: dict[
 def of_site(folder: Path) -> BudgetStatus:
     """Read site.toml, the ledger and the log in a site's folder."""
     from sordino.evidence.ledger import Ledger
-    from sordino.federation import witness
+    from sordino.federation import promises, witness
     from sordino.federation.config import SiteConfig
 
     config = SiteConfig.read(folder / "site.toml")
@@ -166,12 +167,16 @@ def of_site(folder: Path) -> BudgetStatus:
     if not path.exists() and seen.exists():
         status.problem = f"ledger {path}: it is missing, and its witness knows of one; restore the newest ledger."
     if path.exists():
+        entries = promises.of_open_studies(config)
         with Ledger(path, read_only=True) as ledger:
             status.problem = witness.older(ledger, seen)
             if accounts := ledger.accounts():
                 who = accounts[-1].who
                 status.epsilon = ledger.spent_epsilon(who, config.delta)
-                status.left = ledger.left(who, (config.epsilon, config.delta)) or 0.0
+                promised = ledger.unpaid(entries)
+                after = ledger.spent_epsilon(who, config.delta, promised)
+                status.promised = after if after > status.epsilon else None
+                status.left = ledger.left(who, (config.epsilon, config.delta), promised=promised) or 0.0
                 status.caveat = ledger.caveat(who)
             status.answered = sum(1 for row in ledger.rows() if row.key and row.is_release)
     for line in _lines(folder / "events.jsonl"):
@@ -181,7 +186,7 @@ def of_site(folder: Path) -> BudgetStatus:
         status.log.append(_logged(line, sentences.of_site(line)))
     status.log = status.log[-MOST_LINES:]
     if status.problem:  # what was spent is not known from here
-        status.epsilon, status.left, status.caveat = config.epsilon, 0.0, ""
+        status.epsilon, status.left, status.promised, status.caveat = config.epsilon, 0.0, None, ""
     return status
 
 

@@ -39,7 +39,7 @@ COORDINATOR_METRICS = {
 SITE_METRICS = {
     "sordino_epsilon_spent": "epsilon that the account of this site spent",
     "sordino_epsilon_limit": "limit of epsilon over all runs",
-    "sordino_epsilon_left": "largest epsilon of one more run",
+    "sordino_epsilon_left": "largest epsilon of one more run, beside what open runs were promised",
     "sordino_rounds_answered": "rounds that this site answered, in all runs",
     "sordino_runs_finished": "runs that ended",
     "sordino_refusals": "requests that this site refused",
@@ -100,6 +100,7 @@ def _coordinator(status: CoordinatorStatus) -> tuple[str, str]:
 def _site(status: BudgetStatus) -> tuple[str, str]:
     facts = [
         ("ε spent", f"{status.epsilon:.3g} of {status.limit:g} at δ = {status.delta:g}{status.caveat}"),
+        *([] if status.promised is None else [("ε when open runs have ended", f"{status.promised:.3g}")]),
         ("ε left for one run", f"{status.left:.3g}"),
         ("rounds answered", str(status.answered)),
         ("runs ended", str(status.runs)),

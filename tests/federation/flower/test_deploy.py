@@ -1,5 +1,6 @@
 """`coordinate` and `join`: one of each per folder, and processes that are started again."""
 
+import inspect
 import sys
 import time
 
@@ -9,10 +10,11 @@ pytest.importorskip("flwr", reason="needs sordino[flower]")
 
 from sordino import files
 from sordino.errors import SordinoError, StoppedError
-from sordino.federation import flower
-from sordino.federation.flower import commands, deploy, keys, processes, reach
+from sordino.federation import flower, sentences
+from sordino.federation.flower import commands, deploy, keys, processes, reach, supernode
 from sordino.federation.folders import init, make_site
 from sordino.federation.tls import certificates
+from sordino.secagg import Identity
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
 
@@ -95,6 +97,82 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypat
         assert started[:3] == ["node", "worker", "node"]
     finally:
         lines.close()
+
+
+@pytest.fixture
+def joined(place, monkeypatch):
+    """The lines of a join whose node runs this Python code, in a link that is reached. `pulse` is the node's file."""
+    (port,) = processes.free_ports(1)
+    monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(commands, "worker_command", lambda *_, **__: SLEEP)
+    monkeypatch.setattr(reach, "reach", lambda link, authority: "connected")
+    lines = []
+
+    def join(code):
+        def command(*_, pulse, **__):
+            return [sys.executable, "-c", f"pulse = {str(pulse)!r}\n{code}"]
+
+        monkeypatch.setattr(commands, "supernode_command", command)
+        lines.append(deploy.join(place / "site.toml", "host:1", place.parent / "authority.pem", port=port))
+        assert next(lines[0])["what"] == "joining"
+        return lines[0]
+
+    yield join
+    lines[0].close()
+
+
+def test_a_site_is_connected_when_the_link_accepts_its_node(joined):
+    began = time.monotonic()
+    lines = joined("import time; time.sleep(2); open(pulse, 'w').close(); time.sleep(60)")
+    assert next(lines) == {"what": "link", "state": "connected", "link": "host:1"}
+    assert time.monotonic() - began >= 2.0
+
+
+def test_a_site_whose_node_is_not_accepted_is_told_once_what_to_compare(joined, place):
+    code = f"""
+from pathlib import Path
+tries = Path(pulse + ".tries")
+number = len(tries.read_text()) if tries.exists() else 0
+tries.write_text("x" * (number + 1))
+if number < 2:
+    raise SystemExit({supernode.NOT_ACCEPTED})
+Path(pulse).touch()
+import time
+time.sleep(60)
+"""
+    lines = joined(code)
+    refused = next(lines)
+    assert (refused["what"], refused["state"]) == ("link", "refused")
+    told = sentences.of_site(refused)
+    assert "nodes/a.pub" in told
+    assert f"`sordino federate doctor {place / 'site.toml'}`" in told
+    assert next(lines)["state"] == "connected"  # the second refusal is not told again
+
+
+def test_a_site_with_the_key_of_another_one_is_refused_before_anything_is_written(place):
+    (place / "identity.key").unlink()
+    Identity.make("b").save(place / "identity.key")
+    with pytest.raises(SordinoError, match=r"identity.key: it is the key of b, and site.toml names a"):
+        next(deploy.join(place / "site.toml", "host:1", place.parent / "authority.pem"))
+    assert not (place / "ledger.db").exists()
+
+
+def test_a_coordinator_tells_once_that_a_node_with_an_unknown_key_tried(tmp_path):
+    from flwr.superlink.servicer.fleet import fleet_handlers
+
+    assert deploy.UNKNOWN_KEY.decode() in inspect.getsource(fleet_handlers.activate_node)
+    log = tmp_path / "link.log"
+    log.write_bytes(b"exception: No SuperNode found with the given public key.\n")  # before the keys were registered
+    unknown = deploy.UnknownKeys(log)
+    assert list(unknown.news()) == []
+    with open(log, "ab") as file:
+        file.write(b"INFO\n" + deploy.UNKNOWN_KEY)
+        file.flush()
+        assert list(unknown.news()) == []  # the line is not whole
+        file.write(b".\n")
+    (line,) = unknown.news()
+    assert "compare it with nodes/NAME.pub" in sentences.of_coordinator(line, None)
+    assert list(unknown.news()) == []
 
 
 class Runtime:

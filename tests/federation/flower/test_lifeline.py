@@ -103,6 +103,12 @@ def test_the_processes_of_a_federation_end_when_their_starter_is_killed(tmp_path
 
 LOOP = """
 import sys, threading, time, types
+import httpx
+
+def activate(status):
+    with httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(status))) as client:
+        client.post("https://link/v1/fleet/activate-node")
+
 cli = types.ModuleType("flwr.supernode.cli")
 
 def flower_supernode():
@@ -123,6 +129,8 @@ supernode.main()
         ("return", supernode.DEAF),
         ("raise OSError('ssl')", supernode.DEAF),
         ("sys.exit(1)", 1),
+        ("activate(412); sys.exit(1)", supernode.NOT_ACCEPTED),
+        ("activate(412); activate(200); sys.exit(1)", 1),
         ("threading.Thread(target=int, args=('x',)).start(); time.sleep(60)", supernode.DEAF),  # the heartbeat fails
     ],
 )

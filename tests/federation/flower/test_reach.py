@@ -63,7 +63,7 @@ def test_a_site_says_whether_it_reaches_its_link(tmp_path, monkeypatch):
 
 
 def test_every_state_of_the_link_has_a_sentence():
-    states = ("connected", "silent", "unsigned", "unnamed", "dated", "plain", "unread")
+    states = ("connected", "refused", "silent", "unsigned", "unnamed", "dated", "plain", "unread")
     told = {sentences.of_site({"what": "link", "state": state, "link": "lab.example:8000"}) for state in states}
     assert len(told) == len(states)
     assert "the certificate of the link was not signed by this authority" in " ".join(told)

@@ -2,8 +2,8 @@
 
     python -m sordino.federation.flower.admission SITE.toml AUTHORITY.pem
 
-It refuses a limit above the ledger's, stores a new one, refuses an authority that has ended, and prints the site's
-name. `join` waits for months, and does not need the libraries in memory that this check needs.
+It refuses the key of another site, a limit above the ledger's and an authority that has ended, stores a new limit, and
+prints the site's name. `join` waits for months, and does not need the libraries in memory that this check needs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from sordino.errors import SordinoError
 from sordino.federation.config import SiteConfig
 from sordino.federation.site import Site
+from sordino.federation.site_data import SiteData
 from sordino.federation.tls import days_left, end_of
 
 
@@ -21,7 +22,7 @@ def admit(path: Path, authority: Path) -> str:
     """The name of the site.
 
     Raises:
-      SordinoError: site.toml or the ledger is wrong, or the authority has ended.
+      SordinoError: site.toml or the ledger is wrong, identity.key is another site's, or the authority has ended.
     """
     if days_left(authority) <= 0:
         raise SordinoError(
@@ -29,6 +30,8 @@ def admit(path: Path, authority: Path) -> str:
             "tls/authority.pem."
         )
     config = SiteConfig.read(path)
+    if config.path(config.identity).exists():
+        _ = SiteData(config).identity  # before anything is written for another site
     Site(config)
     return config.name
 

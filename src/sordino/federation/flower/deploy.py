@@ -25,6 +25,7 @@ RESTART_SECONDS = 5  # before a process of a site that ended is started again
 SILENT_SECONDS = 120  # without an answer of the other side, after which a process of a site is started again
 REST_SECONDS = 300  # without a message, after which the worker gives back the memory of what it loaded
 LOCK_SECONDS = 10.0  # to wait for an earlier command that is just ending
+UNKNOWN_KEY = b"No SuperNode found with the given public key"  # in the log of Flower's link
 PORT_SECONDS = 15  # to wait for a port that a killed process leaves
 
 
@@ -93,7 +94,27 @@ def coordinate(
         running.start("server", server_command(address, tls.authority, key, once=True), env)
         write_study(folder, folder / "app")
         register(key, nodes, env, listed, folder / "app")
-        yield from follow(progress, running, config.patience + 30 * 86400, seen)
+        unknown = UnknownKeys(running.log("link"))
+        yield from follow(progress, running, config.patience + 30 * 86400, seen, unknown.news)
+
+
+class UnknownKeys:
+    """Tells once that a node whose key is not registered tried to connect, by what is added to the link's log."""
+
+    def __init__(self, log: Path) -> None:
+        self.log, self.told, self._read = log, False, log.stat().st_size
+
+    def news(self) -> Iterator[dict[str, Any]]:
+        if self.told:
+            return
+        with open(self.log, "rb") as file:
+            file.seek(self._read)
+            text = file.read()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read += len(whole)
+        if UNKNOWN_KEY in whole:
+            self.told = True
+            yield {"what": "unknown-key"}
 
 
 def _free(port: int, who: str) -> None:
@@ -125,7 +146,8 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
 
     Yields:
       `{"what": "joining"}`, then the lines of the site's own log, one line per process that is started again, and
-      `{"what": "link"}` with what `reach` says.
+      `{"what": "link"}` with what `reach` says. It says "connected" only when the link accepted the key of the node,
+      and "refused" when it did not.
 
     Raises:
       SordinoError: a file is missing, the port is taken, another process joins this site, or the limit is above the
@@ -135,6 +157,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
     from sordino.federation.flower.keys import secret
     from sordino.federation.flower.processes import Processes
     from sordino.federation.flower.reach import Reach
+    from sordino.federation.flower.supernode import NOT_ACCEPTED
 
     if not re.fullmatch(r"[^:/\s]+:\d+", link):
         raise SordinoError(f"--link: '{link}' must be HOST:PORT.")
@@ -149,7 +172,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
     mark = _mark(place, link)
     with files.alone(place / f"join{mark}.lock", other, LOCK_SECONDS), Processes(place / f"logs{mark}") as running:
         _free(port, "perhaps by another join; choose a free port")
-        name = _checked(path, authority)
+        site = _checked(path, authority)
         key = place / "node.secret"
         if not key.exists():
             secret(key)
@@ -168,7 +191,8 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
         events = place / "events.jsonl"
         seen = count_lines(events)
         reached = Reach(link, authority)
-        yield {"what": "joining", "site": name, "link": link}
+        told, connected = "", False
+        yield {"what": "joining", "site": site, "link": link}
         while True:
             lines = read_lines(events)
             yield from parsed(lines[seen:])
@@ -177,19 +201,29 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
             for name, command in commands.items():
                 if why := _needs_start(running, name, heard[name]):
                     if name in running.processes:
+                        refused = running.ended(name) == NOT_ACCEPTED
                         running.end(name)
-                        yield {
-                            "what": "restarted",
-                            "process": name,
-                            "why": why,
-                            "log": os.path.relpath(running.log(name)),
-                        }
+                        if not refused:
+                            yield {
+                                "what": "restarted",
+                                "process": name,
+                                "why": why,
+                                "log": os.path.relpath(running.log(name)),
+                            }
+                        elif told != "refused":
+                            told = "refused"
+                            yield {"what": "link", "state": told, "link": link, "site": site, "file": str(path)}
                         time.sleep(RESTART_SECONDS)
                     heard[name].begin()
                     running.start(name, command, env)
                     started |= name == "node"
-            if state := reached.news(started):
+            connected &= not started
+            if (state := reached.news(started)) and state != "connected":
+                told = state
                 yield {"what": "link", "state": state, "link": link}
+            if not connected and heard["node"].answered:
+                told, connected = "connected", True
+                yield {"what": "link", "state": told, "link": link}
             time.sleep(1)
 
 
@@ -235,14 +269,20 @@ class Silence:
     def begin(self) -> None:
         """Count from now."""
         self._last, self._since = self._touched(), time.monotonic()
+        self._first = self._last
+
+    @property
+    def answered(self) -> bool:
+        """Whether the file was touched since `begin`."""
+        return self._touched() != self._first
 
     def _touched(self) -> int:
         return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
     @property
     def seconds(self) -> float:
-        if self._touched() != self._last:
-            self.begin()
+        if (touched := self._touched()) != self._last:
+            self._last, self._since = touched, time.monotonic()
         return time.monotonic() - self._since
 
 

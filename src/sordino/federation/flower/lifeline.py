@@ -17,7 +17,10 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import httpx
 
 VARIABLE = "SORDINO_LIFELINE"  # set by `Processes` for the processes that it starts
 _ON = {"watching": False}
@@ -100,10 +103,10 @@ class Pulse:
                 return
 
 
-def hears(pulse: Pulse, most: int, date: Callable[[str | None], None] = lambda _: None) -> None:
+def hears(pulse: Pulse, most: int, heard: Callable[[httpx.Response], None] = lambda _: None) -> None:
     """Beat whenever a request of this process succeeds, and refuse responses of more than `most` bytes unread.
 
-    A process that calls this talks to one HTTP server alone. `date` is called with the date of every response.
+    A process that calls this talks to one HTTP server alone. `heard` is called with the head of every response.
     """
     import httpx
 
@@ -112,7 +115,7 @@ def hears(pulse: Pulse, most: int, date: Callable[[str | None], None] = lambda _
     def send(client: httpx.Client, request: httpx.Request, **options: Any) -> httpx.Response:
         streamed = options.pop("stream", False)
         response = plain(client, request, stream=True, **options)
-        date(response.headers.get("date"))
+        heard(response)
         try:
             if int(response.headers.get("content-length", 0)) > most:
                 raise ValueError(f"a response of {response.headers['content-length']} bytes; the limit is {most:,}")

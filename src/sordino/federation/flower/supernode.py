@@ -19,16 +19,22 @@ import sys
 import threading
 import time
 import traceback
+from http import HTTPStatus
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sordino.federation.flower.clock import LinkClock
 from sordino.federation.flower.lifeline import Pace, Pulse, hears, watch
 
+if TYPE_CHECKING:
+    import httpx
+
 MAX_RESPONSE_BYTES = 2**30 + 2**20  # the largest message that a site reads, and what Flower adds
 FLOWER_IDLE = 3.0  # seconds that Flower's main loop sleeps when there is no message
 DEAF = 75  # exit status: the loop or the heartbeat ended, and a new start may help
+NOT_ACCEPTED = 76  # exit status: the link does not know the key of the node, or a node with this key is connected
+ACTIVATION = "/activate-node"  # end of the path of the first request that needs a known key
 
 
 def uploads(seconds: float) -> None:
@@ -72,6 +78,17 @@ def keep_time(clock: LinkClock, rest: list[str]) -> None:
         return  # Flower tries again, and says what is wrong
 
 
+class Accepted:
+    """Whether the link accepted the key of the node when it was asked last."""
+
+    def __init__(self) -> None:
+        self.refused = False
+
+    def heard(self, response: httpx.Response) -> None:
+        if response.request.url.path.endswith(ACTIVATION):
+            self.refused = response.status_code == HTTPStatus.PRECONDITION_FAILED
+
+
 def leave(status: int) -> NoReturn:
     """End the process, with the thread that serves the worker."""
     sys.stdout.flush()
@@ -100,15 +117,20 @@ def main() -> None:
 
     idle(arguments.idle)
     uploads(arguments.idle)
-    clock = LinkClock(arguments.clock)
-    hears(Pulse(arguments.pulse), MAX_RESPONSE_BYTES, clock.heard)
+    clock, key = LinkClock(arguments.clock), Accepted()
+
+    def heard(response: httpx.Response) -> None:
+        clock.heard(response.headers.get("date"))
+        key.heard(response)
+
+    hears(Pulse(arguments.pulse), MAX_RESPONSE_BYTES, heard)
     keep_time(clock, rest)
     threading.excepthook = _thread_failed
     sys.argv = ["flower-supernode", *rest]
     try:
         flower_supernode()
     except SystemExit as request:
-        leave(request.code if isinstance(request.code, int) else 1)
+        leave(NOT_ACCEPTED if key.refused else request.code if isinstance(request.code, int) else 1)
     except BaseException:
         traceback.print_exc()
     print("The connection to the link ended; this process ends, to be started again.", file=sys.stderr)
