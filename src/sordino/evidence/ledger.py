@@ -693,12 +693,12 @@ class Ledger:
         """Open the file without changing it or its folder.
 
         SQLite keeps what was not yet moved into the file in `-wal`, and needs `-shm` beside it to read that. Without a
-        `-wal` the file is whole, and `immutable` makes SQLite create neither. With one, `-shm` is there as well while
-        another process has the ledger open. A read-only copy of a run that was killed has only the `-wal`; SQLite then
-        reads a temporary copy of both.
+        `-wal` nobody writes and the file is whole, and `immutable` makes SQLite create neither. While another process
+        has the ledger open both are there, and `-wal` may be empty. A read-only copy of a run that was killed has only
+        the `-wal`; SQLite then reads a temporary copy of both.
         """
         journal = self.path.with_name(self.path.name + "-wal")
-        whole = not (journal.exists() and journal.stat().st_size)
+        whole = not journal.exists()
         with self._explained():
             try:
                 self._connect_to_read(self.path, "&immutable=1" if whole else "")
@@ -707,7 +707,8 @@ class Ledger:
                     raise
                 self._copy = tempfile.TemporaryDirectory()
                 for path in (self.path, journal):
-                    shutil.copy(path, self._copy.name)
+                    with suppress(FileNotFoundError):  # whoever wrote has just closed the ledger
+                        shutil.copy(path, self._copy.name)
                 self._connect_to_read(Path(self._copy.name) / self.path.name)
         try:
             if self._new():
