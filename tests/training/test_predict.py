@@ -109,6 +109,23 @@ def test_the_command_and_the_object_agree(place):
     assert json.loads((place / "p.json").read_text())["probabilities"] == probabilities
 
 
+def test_columns_are_kept_beside_the_predictions(place, tmp_path, capsys):
+    columns = {k: ["" if v is None else v for v in values] for k, values in NEW.items()}
+    number = len(next(iter(columns.values())))
+    ids = ["007", "=1+1", *(f"p{k}" for k in range(number - 2))]
+    write(tmp_path / "new.csv", {**columns, "id": ids})
+    run = [str(place / "run"), str(tmp_path / "new.csv"), "--keep", "id"]
+    assert main(["predict", *run, "--out", str(tmp_path / "risks.csv")]) == 0
+    heading, *rows = (tmp_path / "risks.csv").read_text().splitlines()
+    assert heading.startswith("row,id,prediction,p(")
+    assert [row.split(",")[1] for row in rows] == ["007", "'=1+1", *ids[2:]], "no program computes a cell"
+    assert main(["predict", *run, "--json", str(tmp_path / "p.json")]) == 0
+    assert json.loads((tmp_path / "p.json").read_text())["kept"] == {"id": ids}
+    capsys.readouterr()
+    assert main(["predict", *run[:-1], "idd"]) == 2
+    assert "lacks the column 'idd'. Did you mean 'id'?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("records", "why"),
     [

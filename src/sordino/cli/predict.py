@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ def add(commands: Any) -> None:
         "predict",
         act,
         "apply a trained model to a file",
-        "sordino predict runs/mine new.csv\nsordino predict runs/mine new.csv --out risks.csv\n"
+        "sordino predict runs/mine new.csv\nsordino predict runs/mine new.csv --keep patient_id --out risks.csv\n"
         'sordino predict runs/language --prompt "The film was" --most 20 --temperature 0.7',
     )
     parser.add_argument("model", metavar="MODEL", help="a run's directory, its public/, or a model.safetensors")
@@ -31,6 +32,13 @@ def add(commands: Any) -> None:
         nargs="?",
         metavar="FILE",
         help=".csv or .parquet with the training columns, .npz with x, or (text models) .txt, one sentence per line",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="COLUMN",
+        help="copy this column of FILE beside the predictions, such as an id; may be repeated",
     )
     parser.add_argument("--prompt", metavar="TEXT", help="of causal-lora, in place of FILE: write what comes after it")
     parser.add_argument("--most", type=int, metavar="N", help="of causal-lora: new tokens at most (default: 40)")
@@ -62,6 +70,7 @@ def act(arguments: argparse.Namespace) -> int:
     if target is not None:
         files.check_writable(target)
     predictions = _predictions(arguments)
+    kept = _kept(arguments, len(predictions.labels))
     if not (RunFolder.find(Path(arguments.model)).public / "certificate.json").is_file():
         print(
             "WARNING: there is no certificate beside the model, so nobody can tell whether it was exchanged.",
@@ -70,13 +79,32 @@ def act(arguments: argparse.Namespace) -> int:
     document = {"predictions": predictions.labels}
     if predictions.classes:
         document |= {"classes": predictions.classes, "probabilities": predictions.probabilities}
+    if kept:
+        document["kept"] = kept
     if target is not None:
         with files.replacing(target) as temporary, open(temporary, "w", newline="", encoding="utf-8") as file:
-            write(predictions, file)
+            write(predictions, file, kept)
         facts([("files", str(target)), ("records", f"{len(predictions.labels):,}")])
     elif not emit(arguments, document):
-        write(predictions, sys.stdout)
+        write(predictions, sys.stdout, kept)
     return 0
+
+
+def _kept(arguments: argparse.Namespace, records: int) -> dict[str, list[str | None]]:
+    """The columns of the file that --keep names, as texts."""
+    if not arguments.keep:
+        return {}
+    from sordino.data import tables
+    from sordino.training.predict import load_run
+
+    if arguments.file is None or tables.suffix_of(Path(arguments.file)) not in tables.SUFFIXES:
+        raise SordinoError("--keep: only tables have columns; leave it out.")
+    schema, path = load_run(arguments.model, weights=arguments.weights).schema, Path(arguments.file).expanduser()
+    names = list(dict.fromkeys(arguments.keep))
+    table = tables.open_table(path, None if schema is None else schema.dialect, types=dict.fromkeys(names, "text"))
+    if table.num_rows != records:
+        raise SordinoError(f"--keep: '{path}' has {table.num_rows} rows for {records} predictions; leave it out.")
+    return {name: tables.texts(table.column(name)).to_pylist() for name in names}
 
 
 def _predictions(arguments: argparse.Namespace) -> Any:
@@ -96,15 +124,16 @@ def _predictions(arguments: argparse.Namespace) -> Any:
     return run.predictions(arguments.file)
 
 
-def write(predictions: Any, file: IO[str]) -> None:
-    """One row per record: its number from 0, the prediction, and the probabilities. For people, so numbers are rounded;
-    --json has all digits."""
+def write(predictions: Any, file: IO[str], kept: Mapping[str, Sequence[str | None]]) -> None:
+    """One row per record: its number from 0, columns that are kept, the prediction, and the probabilities. For people,
+    so numbers are rounded; --json has all digits."""
     out = csv.writer(file, lineterminator="\n")
-    out.writerow(["row", "prediction", *(f"p({name})" for name in predictions.classes)])
+    out.writerow(["row", *map(cell, kept), "prediction", *(f"p({name})" for name in predictions.classes)])
     for row, label in enumerate(predictions.labels):
         chances = [f"{p:.4f}" for p in predictions.probabilities[row]] if predictions.classes else []
         told = cell(label) if isinstance(label, str) else rounded(label)
-        out.writerow([row, told, *chances])
+        copied = [cell(column[row] or "") for column in kept.values()]
+        out.writerow([row, *copied, told, *chances])
 
 
 def rounded(value: float) -> str:

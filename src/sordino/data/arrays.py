@@ -34,7 +34,8 @@ def check_features(x: np.ndarray, field: str, names: Sequence[str] | None = None
         row, column = np.argwhere(bad)[0]
         raise SordinoError(
             f"{field}: NaN, infinite or too large for float32 in {bad.sum()} places, the first in row {row} (from 0), "
-            f"column {names[column] if names else column}; clean them or drop those records."
+            f"column {names[column] if names else column}; clean them, drop those records, or describe a table by a "
+            "schema, which says what a missing value becomes (sordino schema draft)."
         )
     return x
 

@@ -157,6 +157,8 @@ def load(
         classes = schema.classes
         raw = raw._replace(y=schema.to_model(raw.y))
 
+    if raw.x.ndim and not len(raw.x):
+        raise SordinoError(f"x: there are no records in '{source}'; check the file.")
     shape = raw.shape or (raw.x.shape[1:] if raw.x.ndim > 2 else ())
     x, x_test = check_features(raw.x, "x", raw.features), raw.x_test
     raw = raw._replace(x=np.zeros(0))  # so that the whole table does not stay in memory beside its two parts
