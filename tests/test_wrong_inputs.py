@@ -243,7 +243,7 @@ def test_a_module_that_does_not_give_one_tensor(wrap, why):
         (["papers", "sofim-3", "--methods", "dp-fedgd"], "--methods: sofim-3 takes none; only the tables of DP-FedNew"),
         (["federate", "up", "--set", "clip=x"], "clip: 'x' must be a number"),
         (["federate", "up", "--set", "clip=-1"], "clip: -1.0 must be a finite number above 0"),
-        (["federate", "up", "--dropouts", "5"], "dropouts: 5 must lie in [0, 2]"),
+        (["federate", "up", "--dropouts", "5"], "needs at least 8 sites where 5 may drop out and 1 may collude"),
         (["federate", "up", "--label", "x"], "label: 'digits' has no columns to name"),
         (
             ["federate", "init", "s", "--sites", "a,b,c", "--features", "3", "--classes", "0"],

@@ -34,6 +34,15 @@ from test_torch_model import MODES, clipped, flat_theta
 N = 6
 
 
+@pytest.fixture(autouse=True)
+def validating():
+    """Distributions validate by default, which `torch.compile` ends for a whole process."""
+    usual = Distribution._validate_args
+    Distribution.set_default_validate_args(True)
+    yield
+    Distribution.set_default_validate_args(usual)
+
+
 def normal(z, y):
     return -Normal(z[:, 0], z[:, 1].exp()).log_prob(y)
 

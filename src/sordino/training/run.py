@@ -357,8 +357,8 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             scores: dict[str, Any] = {}
             if last or done % run.resolved.evaluate_every == 0:
                 scores = _line(evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit))
-            if last and not run.dataset.sequences and (why := no_better(run.dataset, scores)):
-                scores["no_better"] = why  # for the model card
+            if last and not run.dataset.sequences:
+                scores["no_better"] = no_better(run.dataset, scores)  # for the model card; empty if it is better
             line: dict[str, Any] = {
                 "round": done,
                 **scores,
