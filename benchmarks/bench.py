@@ -48,7 +48,9 @@ def cohort(clients: int = CLIENTS, records: int = CLIENTS * EACH) -> tuple[Linea
     x = rng.standard_normal((records, FEATURES), dtype=np.float32)
     y = rng.integers(0, CLASSES, records)
     owner = np.repeat(np.arange(clients), records // clients)
-    return Linear(FEATURES, CLASSES), Records.of(x, y, owner)
+    return Linear(FEATURES, CLASSES), Records.of(
+        x, y, owner, copy=False
+    )  # as commands do, whose arrays nobody else holds
 
 
 def sofim(records: Records, rounds: int) -> Plan:
