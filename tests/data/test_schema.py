@@ -498,7 +498,7 @@ def test_a_draft_holds_names_and_types_and_no_value(tmp_path):
     assert "names and types of the 4 columns" in looked[0]
     for line in ("[columns.age]", 'type = "number"', 'type = "category"', 'type = "date"', 'type = "boolean"'):
         assert line in text
-    with pytest.raises(SordinoError, match=r"still says 'FILL IN'; so do .*columns\.ward\.levels"):
+    with pytest.raises(SordinoError, match=r"still says 'FILL IN', as \d+ further places do: .*ward \(levels\)"):
         Schema.read(write(tmp_path, text, "schema.toml"))
 
 

@@ -1099,7 +1099,12 @@ def _check_filled(values: Mapping[str, Any]) -> None:
             yield where
 
     if places := list(blank(values, "")):
-        rest = f"; so do {', '.join(places[1:])}" * (len(places) > 1)
+        grouped: dict[str, list[str]] = {}
+        for place in places[1:]:
+            column, _, key = place.rpartition(".")
+            grouped.setdefault(column.removeprefix("columns."), []).append(key)
+        listed = ", ".join(f"{name} ({', '.join(keys)})" if name else ", ".join(keys) for name, keys in grouped.items())
+        rest = f", as {count(len(places) - 1, 'further place does', 'further places do')}: {listed}" * bool(listed)
         raise SordinoError(
             f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is not a feature "
             'has type = "drop" alone.'
