@@ -177,3 +177,12 @@ def test_a_pass_without_numbers_leaves_nothing_behind():
     )
     assert operations(lambda x: x.numpy(), torch.zeros(3, 5), 3) is None
     assert not changes(before, state(module))
+
+
+def test_bytes_of_numbers_are_refused_with_a_remedy():
+    def by_bytes(x):
+        return x + 0 * x.contiguous().view(torch.int8).to(x).sum(-1, keepdim=True)
+
+    with pytest.raises(SordinoError, match=r"another size, as x\.view\(torch\.int8\) does.*convert them"):
+        TorchModel(Own(by_bytes))
+    TorchModel(Own(lambda x: x + 0 * x.to(torch.int8).to(x)))

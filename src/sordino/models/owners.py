@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from sordino.errors import SordinoError
 from sordino.models.watch import FORMS
 
 PUBLIC = -1  # of no row
@@ -41,7 +42,11 @@ ROW_BY_ROW |= {f"_scaled_dot_product_{kind}" for kind in ("flash_attention_for_c
 ALONG = {"_softmax", "_log_softmax", "_safe_softmax"}  # their second argument is the axis along which numbers meet
 SIZES = (math.log(1e-2), math.log(1e6))  # of numbers that are tried
 BASES, FLIPPED, DRAWN = 3, 0, 3  # yes and no: as they are, all no, all yes
-FAILS = (RuntimeError, IndexError, ValueError, TypeError, NotImplementedError)
+FAILS = (RuntimeError, IndexError, ValueError, TypeError)
+OTHER_SIZE = (
+    "module, or its loss: it takes numbers for numbers of another size, as x.view(torch.int8) does, so nobody can tell "
+    "whose they are; convert them by x.to(torch.int8)."
+)
 
 
 class Owners(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -78,7 +83,7 @@ class Owners(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if size == 2 * tensor.element_size():  # the parts of complex numbers
             owner = owner.repeat_interleave(2)
         elif size != tensor.element_size():
-            raise NotImplementedError("numbers are read as numbers of another size")
+            raise SordinoError(OTHER_SIZE)
         found = owner.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
         return None if bool((found == PUBLIC).all()) else found
 
@@ -91,7 +96,7 @@ class Owners(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._held[storage._cdata] = storage, size, fresh
         _, known, all_owners = self._held[storage._cdata]
         if known != size:
-            raise NotImplementedError("numbers are written as numbers of another size")
+            raise SordinoError(OTHER_SIZE)
         all_owners.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).copy_(owner)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

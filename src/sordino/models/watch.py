@@ -44,7 +44,7 @@ def _place(tensor: Tensor) -> int:
     """The memory of a tensor; views share it. A batch of `torch.func` or a sparse tensor has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return id(tensor)
 
 
