@@ -372,7 +372,7 @@ def one_work(work: Work, options: argparse.Namespace, device: torch.device, erro
         timed = partial(clock, device=device)
         seconds = interleaved(steps, options.repetitions, timed, cpu=device.type == "cpu")
     if options.profile:
-        for name in ("private, compiled", "plain, traced"):
+        for name in ("private, compiled", "plain, traced", "plain, traced, own masks"):
             if name in steps:
                 profile(name, steps[name], device)
     trained = bench.flat.size
@@ -430,7 +430,7 @@ def profile(name: str, step: Step, device: torch.device) -> None:
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
     events = [e for e in found.key_averages() if device.type != "cuda" or e.device_type.name == "CUDA"]
     print(f"  {name}: {sum(getattr(e, order) for e in events) / 1e3:.2f} ms in {sum(e.count for e in events)} kernels")
-    for event in sorted(events, key=lambda e: -getattr(e, order))[:22]:
+    for event in sorted(events, key=lambda e: -getattr(e, order))[:30]:
         print(f"    {getattr(event, order) / 1e3:8.2f} ms {event.count:5} {event.key[:110]}")
 
 
