@@ -31,6 +31,7 @@ import fcntl
 import gc
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -428,10 +429,15 @@ def profile(name: str, step: Step, device: torch.device) -> None:
         step()
         wait(device)
     order = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
-    events = [e for e in found.key_averages() if device.type != "cuda" or e.device_type.name == "CUDA"]
-    print(f"  {name}: {sum(getattr(e, order) for e in events) / 1e3:.2f} ms in {sum(e.count for e in events)} kernels")
-    for event in sorted(events, key=lambda e: -getattr(e, order))[:30]:
-        print(f"    {getattr(event, order) / 1e3:8.2f} ms {event.count:5} {event.key[:110]}")
+    times: dict[str, list[float]] = {}
+    for event in found.key_averages():
+        if device.type != "cuda" or event.device_type.name == "CUDA":
+            kind = times.setdefault(re.sub(r"_\d+$", "", event.key), [0.0, 0])  # one name for the layers of a network
+            kind[0] += getattr(event, order) / 1e3
+            kind[1] += event.count
+    print(f"  {name}: {sum(t for t, _ in times.values()):.2f} ms in {sum(n for _, n in times.values()):.0f} kernels")
+    for key, (t, count) in sorted(times.items(), key=lambda item: -item[1][0])[:40]:
+        print(f"    {t:8.2f} ms {count:5.0f} {key[:110]}")
 
 
 # ------------------------------------------------------------------------------------------------------------- report

@@ -6,7 +6,7 @@ from torch import nn
 
 from sordino.core import Clipping, Shard
 from sordino.models import compiled, outer, per_example
-from sordino.models.lora import adapt
+from sordino.models.lora import adapt, dropped_out
 from sordino.models.nets import Block
 from sordino.models.torch_model import TorchModel
 from tests.models.test_outer import images, texts
@@ -149,6 +149,35 @@ def test_gradients_of_inputs_without_the_inputs(layer):
     compiled.without_inputs(graph)
     assert "convolution_backward" not in graph.code
     torch.testing.assert_close(graph(x), run(x))
+
+
+class Deep(nn.Module):
+    """Two adapted layers, of which each reads several positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.classifier = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.classifier(self.key(self.query(x).tanh()).tanh().mean(1))
+
+
+def test_rules_drop_what_the_pass_dropped(traces):
+    """The mask is computed three times: in the forward pass, for the gradient of the input, and by the rule of A."""
+    torch.manual_seed(0)
+    net = adapt(Deep(), rank=2, dropout=0.5)
+    x, y = torch.randn(5, 4, 6), torch.arange(5) % 3
+    flat = TorchModel(net, shape=(4, 6))
+    theta, shard = flat.init() + 0.1 * torch.randn(flat.size), Shard(x.flatten(1), y, torch.ones(5))
+    drawn = torch.get_rng_state()
+    have = flat.clipped_sum(theta, shard, 1e3)
+    torch.set_rng_state(drawn)
+    seed = torch.zeros(2, dtype=torch.int32).random_(-(2**31), 2**31)
+    for number, layer in enumerate((net.query, net.key)):  # a layer counts two parameters
+        layer.dropout.register_forward_hook(lambda _, a, out, number=number: dropped_out(*a, seed, 2 * number, 0.5))
+    theta.requires_grad_()
+    loss = nn.functional.cross_entropy(torch.func.functional_call(net.train(), flat.split(theta), x), y)
+    torch.testing.assert_close(have, torch.autograd.grad(5 * loss, theta)[0].double(), rtol=1e-4, atol=1e-6)
 
 
 def test_a_pass_without_dropout_draws_nothing(traces):

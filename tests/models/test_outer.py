@@ -10,6 +10,7 @@ from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import outer, per_example
 from sordino.models.arithmetic import row_sums
+from sordino.models.lora import dropped_out, spread, threshold
 from sordino.models.torch_model import TorchModel
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul")  # of CPUs without bfloat16
@@ -318,3 +319,20 @@ def test_rows_are_added_by_one_kernel(groups, n, width, kind):
     factor[0, 0], rows[0, 0] = 0, torch.nan
     have, rows[0, 0] = outer.weighted_rows(factor, rows), 0
     torch.testing.assert_close(have, row_sums(factor, rows.float()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "positions", "inputs", "rank"), [(3, 5, 20, 2), (4, 197, 768, 16), (2, 1, 100, 24)])
+def test_products_with_dropout(n, positions, inputs, rank, kind):
+    """The kernel has the mask of the forward pass, and writes between gradients of other layers."""
+    torch.manual_seed(0)
+    up, x = (torch.randn(n, positions, k, device="cuda").to(kind) for k in (rank, inputs))
+    seed = torch.tensor([-123456789, 987654321], dtype=torch.int32, device="cuda")
+    room = torch.zeros(n, 7 + rank * inputs, device="cuda", dtype=kind)
+    out = room[:, 7:].view(n, rank, inputs)
+    outer.dropped_products(up, x, seed, spread(4), threshold(0.1), 1 / 0.9, out)
+    want = torch.bmm(up.mT.float(), dropped_out(x, seed, 4, 0.1).float())
+    torch.testing.assert_close(out.float(), want, rtol=0.01, atol=0.01 * want.abs().max().item())
+    assert (out.float() - want).norm() < 0.005 * want.norm()
+    assert not room[:, :7].any()

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, check_known
-from sordino.models.per_example import RULES, Tape, linear, tape
+from sordino.models import outer
+from sordino.models.per_example import RULES, Mask, Tape, linear, tape
 from sordino.models.pretrained import LORA_VARIANTS
 
 TARGETS = (
@@ -66,6 +67,7 @@ class Adapter(nn.Module):
 
     In a pass for per-example gradients it is `taped`, by `_Adapted`. That stores the input of B and the gradient at its
     output (`factors`) for the rule. The rule writes into `room` if there is any. If A is frozen, it serves all clients.
+    Of a traced pass, the rule drops entries of the input by itself (`mask`, and a seed among the factors).
     """
 
     grouped = taped = halves = True
@@ -74,7 +76,8 @@ class Adapter(nn.Module):
         super().__init__()
         self.lora_A, self.lora_B, self.scale = nn.Parameter(A, requires_grad=not freeze_a), nn.Parameter(B), scale
         self.freeze_a = freeze_a
-        self.factors: tuple[Tensor, Tensor] | None = None
+        self.factors: tuple[Tensor, ...] | None = None
+        self.mask: Mask | None = None
         self.room: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -122,7 +125,7 @@ class _Adapted(torch.autograd.Function):
             ctx.number = sum(notes.times.values())
             dropped = dropped_out(x, notes.seed, ctx.number, rate)
         h = _product(notes.nothing(kind), _rows(dropped, A), A.mT, adapter.scale)
-        _add(y.view(*h.shape[:-1], -1), h, B.mT)
+        (add_product if notes.traced else _add)(y.view(*h.shape[:-1], -1), h, B.mT)
         notes.used(adapter)
         ctx.saved = dropped.detach() if ctx.mask is not None else None, h, A, B, adapter, notes
         return y
@@ -131,33 +134,32 @@ class _Adapted(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (dropped, h, A, B, adapter, notes), mask, number, g = ctx.saved, ctx.mask, ctx.number, gradients[0]
         ctx.saved = ctx.mask = None  # frees memory, because autograd keeps the node longer
-        dropped = ctx.saved_tensors[0].detach() if dropped is None else dropped
-        if number is not None:
-            seed = notes.seed + g.flatten()[:1].isnan().int() * 0  # read g, so that this is not computed before it
-            dropped = dropped_out(dropped, seed, number, ctx.rate)
-        up = _product(
-            notes.nothing(g.dtype), _rows(g, B), B, adapter.scale
-        )  # scale g B, which the gradient of x needs anyway
-        notes.report(adapter, dropped, up, (h, g))
+        x = ctx.saved_tensors[0].detach() if dropped is None else dropped
+        # scale g B, which the gradient of x needs anyway
+        up = _product(notes.nothing(g.dtype), _rows(g, B), B, adapter.scale)
+        if number is None:
+            notes.report(adapter, x, up, (h, g))
+        else:
+            notes.report(adapter, x, up, (h, g, notes.seed), Mask(number, ctx.rate))
         if not ctx.needs_input_grad[1]:
             return None, None, g if ctx.needs_input_grad[2] else None, None, None
         x_gradient = torch.mm(up, A) if A.dim() == 2 else torch.bmm(up, A).flatten(0, 1)
         if mask is not None:
             x_gradient = _undrop(x_gradient, mask.reshape(x_gradient.shape), 1 / (1 - ctx.rate))
         if number is not None:
-            x_gradient = dropped_out(x_gradient, seed, number, ctx.rate)
+            x_gradient = dropped_out(x_gradient, notes.seed, number, ctx.rate)
         if ctx.weight is not None and notes.traced:  # compiled, the sum is part of what reads it
             x_gradient = x_gradient + torch.mm(g.reshape(-1, g.shape[-1]), ctx.weight)
         elif ctx.weight is not None:
             x_gradient.addmm_(g.reshape(-1, g.shape[-1]), ctx.weight)
-        return None, x_gradient.view(dropped.shape), g if ctx.needs_input_grad[2] else None, None, None
+        return None, x_gradient.view(x.shape), g if ctx.needs_input_grad[2] else None, None, None
 
 
 def dropped_out(x: Tensor, seed: Tensor, number: int, rate: float) -> Tensor:
     """Dropout whose mask is a function of the seed, so that it can be computed twice instead of being stored.
 
     The mask does not depend on records: privacy does not rest on it. A mixing function of 32 bits takes fewer
-    instructions than a cipher.
+    instructions than a cipher. `outer_kernel.dropped_products` computes the same mask.
 
     Args:
       x: any tensor.
@@ -166,13 +168,22 @@ def dropped_out(x: Tensor, seed: Tensor, number: int, rate: float) -> Tensor:
       rate: the share of entries that become zero.
     """
     h = (torch.arange(x.numel(), dtype=torch.int32, device=x.device) ^ seed[:1]) * 0x2C1B3C6D
-    h = (h ^ (h >> 12 & 0xFFFFF)) + (seed[1:] ^ (number * 0x27D4EB2F & 0x7FFFFFFF))
+    h = (h ^ (h >> 12 & 0xFFFFF)) + (seed[1:] ^ spread(number))
     h = (h ^ (h >> 15 & 0x1FFFF)) * 0x297A2D39
-    h = (h ^ (h >> 15 & 0x1FFFF)) & 0x7FFFFFFF
-    return torch.where((h >= int(rate * 2**31)).view(x.shape), x * (1 / (1 - rate)), 0.0)
+    return torch.where((h >= threshold(rate)).view(x.shape), x * (1 / (1 - rate)), 0.0)
 
 
 _undrop = torch.ops.aten.native_dropout_backward.default
+
+
+def threshold(rate: float) -> int:
+    """The smallest random number of type int32 that keeps an entry."""
+    return int(rate * 2**32) - 2**31
+
+
+def spread(number: int) -> int:
+    """The number of a layer as it enters the masks of its dropout."""
+    return number * 0x27D4EB2F & 0x7FFFFFFF
 
 
 def _as(t: Tensor, kind: torch.dtype) -> Tensor:
@@ -191,6 +202,12 @@ def _product(nothing: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
     out.addmm_(a, b) if b.dim() == 2 else out.baddbmm_(a, b)
+
+
+@torch.library.custom_op("sordino::add_product", mutates_args=("out",))
+def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
+    """out += a b. The compiler would make `addmm_` a product with a copy of `out`; this stays in place."""
+    _add(out, a, b)
 
 
 def _matrix(base: nn.Module) -> tuple[Tensor, Tensor | None]:
@@ -261,10 +278,11 @@ def _sizes(base: nn.Module) -> tuple[int, int]:
 def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, Tensor]]:
     """The rule of an adapter: dA = up^T x and dB = g^T h per example, with up = scale g B and h = scale x A^T.
 
-    x is the input after dropout. Windows or tokens in the first axis are positions too. A frozen A has no gradient.
+    x is the input after dropout, unless a mask is given. Windows or tokens in the first axis are positions too. A
+    frozen A has no gradient.
     """
-    (h, g), room = module.factors, module.room
-    module.factors, module.room = None, {}
+    (h, g, *seed), mask, room = module.factors, module.mask, module.room
+    module.factors, module.mask, module.room = None, None, {}
     x, up, h, g = (
         t if t.dim() == 3 and len(t) == n else t.reshape(n, t.numel() // (n * t.shape[-1]), t.shape[-1])
         for t in (x, up, h, g)
@@ -272,7 +290,20 @@ def low_rank(module: Any, x: Tensor, up: Tensor, n: int) -> Iterable[tuple[str, 
     of_b = ("lora_B", torch.bmm(g.mT, _as(h, g.dtype), out=_fit(room.get("lora_B"), g)))
     if module.freeze_a:
         return (of_b,)
-    return ("lora_A", torch.bmm(up.mT, _as(x, up.dtype), out=_fit(room.get("lora_A"), up))), of_b
+    x, into = _as(x, up.dtype), _fit(room.get("lora_A"), up)
+    if mask is None:
+        return ("lora_A", torch.bmm(up.mT, x, out=into)), of_b
+    return ("lora_A", _dropped_product(up, x, seed[0], mask, into)), of_b
+
+
+def _dropped_product(up: Tensor, x: Tensor, seed: Tensor, mask: Mask, out: Tensor | None) -> Tensor:
+    """up^T dropout(x) per example; on a GPU by one kernel, which does not store dropout(x)."""
+    number, rate = mask
+    if up.dtype in outer.HALVES and up.shape[-1] <= outer.TILE and outer.by_kernel(up):
+        out = up.new_empty(len(up), up.shape[-1], x.shape[-1]) if out is None else out
+        words = spread(number), threshold(rate), 1 / (1 - rate)
+        return outer.dropped_products(up.contiguous(), x.contiguous(), seed, *words, out)
+    return torch.bmm(up.mT, dropped_out(x, seed, number, rate), out=out)
 
 
 def _fit(room: Tensor | None, like: Tensor) -> Tensor | None:

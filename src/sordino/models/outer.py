@@ -33,6 +33,7 @@ ALIGNMENT = 16  # bytes: tensors that begin there are read by other machine code
 TURN_COST, BLOCK_COST = 1, 2  # of one more program, and of one more float32 total, in examples of a tile
 LARGE_ENTRIES = 2**20  # of a linear layer whose sums take larger tiles
 ROW_COLUMNS = 512  # of stored gradients, which one program adds up
+MASKED_DEPTH, MASKED_WARPS = 32, 4  # of products with dropout
 FOLD_BLOCK = 1024  # numbers that one program adds up
 SMALL_NUMBERS = 2**22  # numbers in the products of one chunk, where there is no kernel
 
@@ -246,6 +247,41 @@ def weighted_rows(factor: Tensor, rows: Tensor) -> Tensor:
     factor, rows = factor.float().contiguous(), rows.contiguous()
     grid = (-(-width // ROW_COLUMNS), groups)
     outer_kernel.weighted[grid](rows, factor, out, n, width, TERMS=FLOAT32_TERMS, COLUMNS=ROW_COLUMNS)
+    return out
+
+
+def dropped_products(
+    up: Tensor, x: Tensor, seed: Tensor, number: int, threshold: int, scale: float, out: Tensor
+) -> Tensor:
+    """up^T dropout(x) of single examples by one kernel, which never stores dropout(x): see `lora.dropped_out`.
+
+    Args:
+      up: examples x positions x rank, in half precision on a GPU, with at most TILE columns.
+      x: examples x positions x inputs, of the same type.
+      seed: two random numbers of type int32.
+      number: of the layer, mixed into the mask.
+      threshold: the smallest random number that keeps an entry.
+      scale: what kept entries are multiplied by.
+      out: examples x rank x inputs. Its last two axes are contiguous.
+
+    Returns:
+      out.
+    """
+    from sordino.models import outer_kernel
+
+    n, positions, rank = up.shape
+    inputs = x.shape[-1]
+    columns = min(TILE, max(16, 1 << (inputs - 1).bit_length()))
+    outer_kernel.dropped_products[(n, -(-inputs // columns))](
+        *(x, up, seed, out, positions, number, threshold, scale, out.stride(0)),
+        INPUTS=inputs,
+        RANK=rank,
+        ROWS=max(16, 1 << (rank - 1).bit_length()),
+        COLUMNS=columns,
+        DEPTH=MASKED_DEPTH,
+        num_warps=MASKED_WARPS,
+        num_stages=STAGES,
+    )
     return out
 
 

@@ -205,3 +205,41 @@ def weighted(rows, factor, out, n, width, TERMS: tl.constexpr, COLUMNS: tl.const
             block += weight * tl.load(rows + row * width + column, mask=there, other=0.0).to(tl.float32)
         total += block.to(tl.float64)
     tl.store(out + group * width + column, total, mask=column < width)
+
+
+@triton.jit(do_not_specialize=["positions", "number"])
+def dropped_products(
+    x,
+    up,
+    seed,
+    out,
+    positions,
+    number,
+    threshold,
+    scale,
+    out_example,
+    INPUTS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """up^T dropout(x) of one example, COLUMNS of its inputs. The mask is that of `lora.dropped_out`."""
+    example = tl.program_id(0)
+    i = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)
+    first, second = tl.load(seed), tl.load(seed + 1) ^ number
+    acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for k in range(tl.cdiv(positions, DEPTH)):
+        p = k * DEPTH + tl.arange(0, DEPTH)
+        row, live = example * positions + p, p < positions
+        left = tl.load(up + row[:, None] * RANK + r[None, :], mask=live[:, None] & (r < RANK)[None, :], other=0.0)
+        place = row[:, None] * INPUTS + i[None, :]
+        right = tl.load(x + place, mask=live[:, None] & (i < INPUTS)[None, :], other=0.0)
+        h = (place ^ first) * 0x2C1B3C6D
+        h = (h ^ ((h >> 12) & 0xFFFFF)) + second
+        h = (h ^ ((h >> 15) & 0x1FFFF)) * 0x297A2D39
+        kept = tl.where(h >= threshold, right.to(tl.float32) * scale, 0.0).to(right.dtype)
+        acc = tl.dot(tl.trans(left), kept, acc, input_precision="ieee")
+    there = out + example.to(tl.int64) * out_example + r[:, None] * INPUTS + i[None, :]
+    tl.store(there, acc.to(out.dtype.element_ty), mask=(r < RANK)[:, None] & (i < INPUTS)[None, :])

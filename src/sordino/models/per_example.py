@@ -40,6 +40,13 @@ FLOAT64_CHUNK_EXAMPLES = 1024  # examples of one float64 product
 FACTOR_CHUNK_NUMBERS = {"cpu": 2**20, "cuda": 2**26}  # numbers in the factors of one float64 product
 
 
+class Mask(NamedTuple):
+    """Dropout of a layer's input that its rule still has to apply, with the seed of the pass."""
+
+    number: int  # of the layer
+    rate: float
+
+
 class Use(NamedTuple):
     """One use of a layer in a forward pass: its input a, and the loss's gradient g with respect to its output."""
 
@@ -51,6 +58,7 @@ class Use(NamedTuple):
     parts: outer.Factors | None = None  # a and g as `outer` reads them
     more: tuple[Tensor, ...] = ()  # what the rule of a `taped` module needs besides; the bias's gradient, with `parts`
     done: bool = False  # g is the gradient of the one named parameter for each example
+    mask: Mask | None = None  # of a, for the rule of a `taped` module; the last of `more` is its seed
 
 
 def trained(parameter: object) -> bool:
@@ -220,10 +228,13 @@ class Tape:
         for name in self.names[module].values():
             self.times[name] = self.times.get(name, 0) + 1
 
-    def report(self, module: nn.Module, a: Tensor, g: Tensor, more: tuple[Tensor, ...] = ()) -> None:
+    def report(
+        self, module: nn.Module, a: Tensor, g: Tensor, more: tuple[Tensor, ...] = (), mask: Mask | None = None
+    ) -> None:
         """Pass a use to the visitor."""
         names = self.names[module]
-        self.visit(Use(module, names, a, g, all(self.times[name] == 1 for name in names.values()), None, more))
+        once = all(self.times[name] == 1 for name in names.values())
+        self.visit(Use(module, names, a, g, once, None, more, mask=mask))
 
     def cast(self, x: Tensor, kind: torch.dtype) -> Tensor:
         """x in another type, converted once if several layers in turn read it."""
@@ -626,7 +637,7 @@ def explicit(use: Use, n: int) -> Iterable[tuple[str, Tensor]]:
     if use.done:
         return [(next(iter(use.names)), use.g)]
     if use.more:
-        use.module.factors = use.more  # type: ignore[assignment]
+        use.module.factors, use.module.mask = use.more, use.mask  # type: ignore[assignment]
     return RULES[type(use.module)](use.module, use.a, use.g, n)
 
 
