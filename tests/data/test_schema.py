@@ -530,6 +530,15 @@ def test_a_draft_says_that_types_come_from_the_cells(tmp_path):
     assert "# Types come from the cells: one cell that is not a number makes its column a category" in one
 
 
+def test_a_draft_drops_what_is_called_like_an_id_or_a_person(tmp_path):
+    ids = ["id", "patient_id", "PatientID", "Fall-Id", "record uuid", "MRN", "first_name", "Name", "e-mail"]
+    others = ["paid", "covid", "fluid", "bids", "HbA1c", "id_of_ward", "hostname", "named", "address_changes"]
+    text, looked = draft(write(tmp_path, ",".join(ids + others) + "\n" + ",".join("1" * len(ids + others)) + "\n"))
+    types = {name: column["type"] for name, column in tomllib.loads(text)["columns"].items()}
+    assert [name for name, kind in types.items() if kind == "drop"] == ids
+    assert f"{', '.join(ids)}, so type" in looked[1]
+
+
 def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):
     text, _ = draft(write(tmp_path, "age,ward,died\n93,rare,true\n"))
     assert "# Remove [columns.NAME] of the target, the client and the person" in text

@@ -33,6 +33,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
@@ -55,6 +56,11 @@ LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign co
 PREVALENCE = "target.prevalence"
 CHUNK_RECORDS = 2**16  # that are encoded at once
 BLANK = "FILL IN"  # what a draft leaves to people
+# Columns that a draft drops: the word id in one of its forms at the end, or something by which people are addressed.
+IDENTIFIERS = re.compile(
+    r"(?i:(?:^|[\W_])(?:ids?|uuid|guid|mrn|ssn)$)|[a-z]I[Dd]$"
+    r"|(?i:^(?:(?:first|last|family|given|full|patient)[\W_]*)?name$|^(?:surname|e-?mail|phone|telephone|address)$)"
+)
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
 
@@ -987,7 +993,9 @@ def draft(
     columns: dict[str, Any] = {}
     for name in table.column_names:
         kind = table.column(name).type
-        if pa.types.is_boolean(kind):
+        if IDENTIFIERS.search(name):
+            columns[name] = {"type": "drop"}
+        elif pa.types.is_boolean(kind):
             columns[name] = {"type": "boolean"}
         elif pa.types.is_temporal(kind):
             columns[name] = {"type": "date", "range": [BLANK, BLANK]}
@@ -995,7 +1003,7 @@ def draft(
             columns[name] = {"type": "number", "range": [BLANK, BLANK], "fill": BLANK}
         else:
             columns[name] = {"type": "category", "levels": [BLANK]}
-        if known is not None and name in known.column_names:
+        if known is not None and name in known.column_names and columns[name]["type"] != "drop":
             columns[name] |= _from_public(columns[name]["type"], known.column(name), name)
     document: dict[str, Any] = {"client": BLANK, "missing": list(MISSING)}
     if dialect != Dialect():
@@ -1007,6 +1015,11 @@ def draft(
         "cell below it is in the draft. Types come from the cells, so the draft is private until people have reviewed "
         "it"
     ]
+    if dropped := [name for name in columns if columns[name]["type"] == "drop"]:
+        looked.append(
+            f'which names are those of ids or persons: {", ".join(dropped)}, so type = "drop"; make one a category '
+            "if it is a code with a meaning"
+        )
     if dialect.decimal == "." and (commas := [name for name in table.column_names if _commas(table.column(name))]):
         looked.append(
             f"how numbers are spelt: {', '.join(commas)} would be categories, because a comma separates their "
