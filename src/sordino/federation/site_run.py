@@ -466,7 +466,11 @@ class SiteRun:
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 
     def _end(self) -> None:
-        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
+        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers.
+
+        A process that was killed may have left a copy of what it was writing."""
+        for path in filter(files.is_leftover, list(self.folder.iterdir())):
+            path.unlink()
         if self.terms.run_keys:
             run_keys.erase(self.site.config.folder, self.terms.run_keys[self.mine])
         (self.folder / run_keys.FILE).unlink(missing_ok=True)
