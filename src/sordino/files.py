@@ -3,7 +3,7 @@
 Every file that is written here is readable by its owner alone (mode 0600). A reader sees the old content or the new
 content, never a part: the new content goes to a hidden temporary file in the same folder, is flushed to disk, and takes
 the name in one step. A process that is killed in between leaves the old file and a file `.NAME.*.tmp`, which nobody
-reads. A file with `durable=False` is not flushed: a cache may lose it in a power cut.
+reads: `is_leftover`. A file with `durable=False` is not flushed: a cache may lose it in a power cut.
 
 A lock belongs to an open file and ends with its process, however that ends. On systems without `fcntl` (Windows) there
 are no locks, so two processes must not share a folder there.
@@ -67,6 +67,15 @@ def replacing(path: Path, *, durable: bool = True) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
     if durable:
         sync(path.parent)
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether the file is what a process was writing when it was killed. It may hold all that the file would have held.
+
+    >>> is_leftover(Path("runs/.secret.x7.tmp")), is_leftover(Path("runs/secret"))
+    (True, False)
+    """
+    return path.name.startswith(".") and path.name.endswith(".tmp")
 
 
 def check_writable(out: Path) -> None:

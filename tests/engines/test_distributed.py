@@ -71,6 +71,11 @@ LINEAR = {
     "auto, sums seen": ("auto", SUMS, True),
     "local steps": ("dp-fedadamw", {}, True),
     "local steps, minibatches": ("dp-fedadamw", STEPS, True),
+    "local steps, minibatches of all": (
+        "dp-fedadamw",
+        {"batch": "poisson:20", "participation": "fixed:2"},
+        True,
+    ),
     "local steps, one client": ("dp-fedadamw", STEPS | {"participation": "fixed:1"}, False),
     "memory": ("dp-scaffold", {"participation": "fixed:5"}, True),
     "caches": ("dp-fednew", SUMS, True),

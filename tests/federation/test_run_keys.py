@@ -1,6 +1,7 @@
 """Box keys of a run: stolen long-term keys open nothing that was recorded before."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -108,6 +109,34 @@ def test_backups_leave_them_out(tiny):
     federation.run_key("north")
     kept = backups.backup(federation.place("north"), federation.folder / "north.tar")
     assert not [name for name in kept if run_keys.FOLDER in name or name.endswith("/box")]
+
+
+def test_copies_that_a_kill_left_are_not_backed_up_and_end_with_the_run(tiny):
+    """A process that is killed while it writes a file leaves `.NAME.*.tmp`, with all that the file would have held."""
+    federation = tiny("dp-ftrl", trust="secure-aggregation", names=("north", "south", "west", "east"))
+    replace, left = os.replace, set()
+
+    def killed_before(source, target):
+        """What a kill would leave: the new content under its temporary name."""
+        if Path(target).name in ("box", "secret", "pending") and federation.place("north") in Path(target).parents:
+            copy = Path(source).with_name(f".{Path(target).name}.killed.tmp")
+            copy.write_bytes(Path(source).read_bytes())
+            left.add(copy.name)
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", killed_before)
+
+        def fault(node, request, answer):
+            if wire.decode(request).kind == "finish" and node == 100:
+                found["kept"] = backups.backup(federation.place("north"), federation.folder / "north.tar")
+            return answer(request)
+
+        found = {}
+        federation.run(fault)
+    assert left == {".box.killed.tmp", ".secret.killed.tmp", ".pending.killed.tmp"}
+    assert not [name for name in found["kept"] if "killed" in name]
+    assert not [path for path in federation.folder_of("north").iterdir() if "killed" in path.name]
 
 
 def test_offers_still_repeat_after_a_crash(tiny):

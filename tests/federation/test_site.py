@@ -627,6 +627,43 @@ def test_a_certificate_says_that_the_coordinator_names_the_model(tiny, talk, ans
     assert any(each.startswith("assumes") for each in verify_run(path, against_terms=against_terms).problems)
 
 
+def test_what_a_site_says_of_itself_is_compared_with_ledger_and_terms(tiny, talk):
+    """Nothing of this enters the numbers of the plan. An account that spent less, a stricter limit, or the number of a
+    site with a smaller epsilon, promise more than is true."""
+    federation = tiny(seed=None)
+    for number in range(2):
+        again = talk(federation.site(NORTH), federation.terms(run=f"{number}" * 32))
+        again.propose()
+        assert again.round(0).kind == "update"
+        fields = {"run": again.terms.run, "terms": again.terms.sha256(), "done": 3}
+        assert again.say("finish", fields, {"theta": NUMBERS * 7}).kind == "finished"
+    paths = [federation.place(NORTH) / "runs" / (f"{number}" * 32) / "certificate.json" for number in range(2)]
+    first, second = (json.loads(path.read_text()) for path in paths)
+    assert first["site"]["spent"] < second["site"]["spent"]  # each says what was spent when it was written
+    for path in paths:
+        assert verify_run(path, against_terms=against_terms).problems == []
+
+    def problems(**changed):
+        cert = json.loads(json.dumps(second))
+        del cert["signature"]
+        for key, value in changed.items():
+            where, _, field = key.partition("__")
+            if field:
+                cert[where][field] = value
+            else:
+                cert[key] = value
+        paths[1].write_text(json.dumps(cert))
+        return " ".join(verify_run(paths[1], against_terms=against_terms).problems)
+
+    assert "the site's account had spent" in problems(site__spent=first["site"]["spent"])
+    assert "the site's account had spent" in problems(ledger=first["ledger"], site__spent=first["site"]["spent"])
+    assert "has not the hash" in problems(ledger__rows=1)
+    assert "the ledger never had the limit" in problems(site__epsilon=0.5 * second["site"]["epsilon"])
+    assert "another number than 1" in problems(site__client=1, client_names=[])
+    assert "client_names" in problems(client_names=[])
+    assert "test_records" in problems(test_records=0)
+
+
 def test_a_disk_that_is_full_refuses_and_nothing_leaves(tiny, talk, monkeypatch):
     federation = tiny()
     talk = talk(federation.site(NORTH), federation.terms())

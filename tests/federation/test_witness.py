@@ -9,7 +9,7 @@ import pytest
 from fixtures import Loopback
 from messages import put
 
-from sordino import wire
+from sordino import secagg, wire
 from sordino.cli import main
 from sordino.errors import LedgerError, RolledBackError, SordinoError
 from sordino.evidence import public
@@ -17,6 +17,7 @@ from sordino.evidence.ledger import Charge, Ledger
 from sordino.evidence.signing import of_site
 from sordino.federation import witness
 from sordino.federation.coordinator import Coordinator
+from sordino.federation.run_keys import roster_of_run
 from sordino.federation.witness import Mark, Receipts
 from sordino.operations.doctor import doctor
 from sordino.secagg import Identity
@@ -208,13 +209,12 @@ def masked(tiny, talk):
     offers = {f"offer:{name}": each.propose().arrays["offer"] for name, each in talks.items()}
     copy = federation.folder / "copy"
     shutil.copytree(federation.place(NORTH), copy)
-    for each in talks.values():
-        assert each.round(0, arrays=offers).kind == "update"
-    return federation, talks[NORTH], offers, copy
+    replies = {name: each.round(0, arrays=offers) for name, each in talks.items()}
+    return federation, talks[NORTH], offers, copy, {name: reply.arrays["masked"] for name, reply in replies.items()}
 
 
 def test_a_folder_put_back_under_masks_answers_no_second_vector(tiny, talk):
-    federation, north, offers, copy = masked(tiny, talk)
+    federation, north, offers, copy, _ = masked(tiny, talk)
     put_back(federation, copy)
     assert code(north.round(0, arrays={**offers, "theta": put(1)})) == "rolled-back"
     with pytest.raises(RolledBackError):
@@ -236,6 +236,29 @@ def test_a_folder_from_before_the_survivors_were_chosen_is_refused(tiny):
     put_back(federation, copy)
     with pytest.raises(RolledBackError):
         federation.site(NORTH)
+
+
+def test_an_older_folder_beside_the_newest_ledger_agrees_to_no_second_list_of_survivors(tiny, talk):
+    """Whose folder was put back is told to restore the newest ledger: the list must not be lost with the folder."""
+    federation, north, _, _, vectors = masked(tiny, talk)
+    terms = north.terms
+    session = secagg.Session.of(terms.run, roster_of_run(federation.roster, terms), terms.sha256(), 1, 1)
+    seals = secagg.seals(session, 0, {name: vector.tobytes() for name, vector in vectors.items()})
+    copy, place = federation.folder / "before", federation.place(NORTH)
+    shutil.copytree(place, copy)
+
+    def confirm(survivors):
+        own = {name: seals[name] for name in survivors}
+        fields = {"run": terms.run, "terms": terms.sha256(), "t": 0, "survivors": survivors, "seals": own}
+        return code(north.say("confirm", fields))
+
+    assert confirm(["a", "b", "c", NORTH]) == "confirmed"
+    newest = (place / "ledger.db").read_bytes()
+    put_back(federation, copy)
+    (place / "ledger.db").write_bytes(newest)
+    north.site = federation.site(NORTH)
+    assert confirm(["a", "b", NORTH]) == "replayed"
+    assert confirm(["a", "b", "c", NORTH]) == "confirmed"
 
 
 def test_a_receipt_tells_where_the_witness_is_lost(tiny, talk):

@@ -137,6 +137,14 @@ def test_a_record_that_is_not_finite_adds_nothing():
         torch.testing.assert_close(total(broken), total(without))
 
 
+def test_a_person_whose_sum_overflows_adds_nothing():
+    of = Trees(1, 1, Loss.SQUARES, trees=1, depth=1)
+    y = torch.tensor([1e308, 1e308, 2.0, 1.0], dtype=torch.float64)
+    data = Shard(torch.zeros(4, 1), y, torch.ones(4), None, 2)
+    without = data._replace(mask=torch.tensor([0.0, 0, 1, 1]))
+    torch.testing.assert_close(of.leaves_sum(of.init(), data, 1.0, 0), of.leaves_sum(of.init(), without, 1.0, 0))
+
+
 def test_runs_and_clients_are_computed_together():
     of = model()
     clients = [shard(rows=20, seed=k) for k in range(2)]

@@ -14,8 +14,9 @@ from sordino.errors import SordinoError
 from sordino.evidence.verify import verify
 from sordino.methods import REGISTRY, build
 from sordino.privacy import calibration, spending
+from sordino.privacy.accounting import gaussian
 from sordino.privacy.mechanisms.random import Noiseless, Seeded
-from sordino.privacy.participation import Sampling
+from sordino.privacy.participation import Participation, Sampling
 
 SIZES = (30, 50, 20)
 
@@ -110,6 +111,38 @@ def test_certificates_of_persons(tmp_path):
     for change in ({"person": {"records": 4, "clients": 1}}, {"person": None}, {"unit": "record"}):
         assert verify({**cert, **change}).problems, change
     assert so.certificate(plan("record"), so.source(None), version="1")["person"] is None
+
+
+@pytest.mark.parametrize(
+    ("trust", "how"),
+    [
+        ("untrusted-server", {"participation": Participation.parse("fixed:2")}),
+        ("secure-aggregation", {"divisor": "client-mean"}),
+    ],
+)
+def test_a_client_s_own_epsilon_is_not_that_of_a_person_who_is_also_at_another(trust, how):
+    privacy = so.Privacy(4.0, unit="person", trust=trust, person_clients=2)
+    mine = so.Plan(build("dp-fedgd", "person"), 7, (10, 100, 1000, 1000), privacy, **how)
+    cert = so.certificate(mine, so.source(None), version="1")
+    own = [spending.client_epsilon(mine, i) for i in range(4)]
+    low, high = int(np.argmin(own)), int(np.argmax(own))
+    (noise,) = calibration.query_noises(mine)
+    unit, total = noise.query.sensitivity(Adjacency.REPLACE_ONE, Unit.PERSON), 0.0
+    for cohort in mine.cohorts:
+        there = [i for i in (low, high) if i in cohort]
+        if trust == "untrusted-server":
+            total += sum((unit / noise.std[i]) ** 2 for i in there)
+        else:
+            total += (sum(noise.weight[i] * unit for i in there) / (noise.weight * noise.std).max()) ** 2
+    both = gaussian.epsilon(math.sqrt(total), privacy.delta)
+    assert own[low] * 1.1 < both <= own[high]
+    text = so.statement(cert)
+    assert "where a person with records at several clients has the largest one of them" in text
+    site = {"name": "a", "client": low, "data": "", "epsilon": 8.0, "delta": 1e-5, "spent": 1.0, "rounds": 7}
+    assert "For persons with records at this site alone **ε" in so.statement({**cert, "site": site})
+    alone = {**cert, "person": {**cert["person"], "clients": 1}}
+    assert "the largest one of them" not in so.statement(alone)
+    assert "For the data of this site **ε" in so.statement({**alone, "site": site})
 
 
 def test_what_is_not_proved_is_refused():

@@ -1,8 +1,10 @@
 """Forged run directories. Each forger changes what a real run left behind; `verify` finds it, with the signature left
 in place, taken away, or replaced by one of the forger's own."""
 
+import contextlib
 import hashlib
 import json
+import math
 import re
 import shutil
 
@@ -344,6 +346,27 @@ def test_a_statement_of_other_code_is_held_to_its_hash(forge):
     ]
     verdict = verify_run(forge("plain", older_words, "kept"))
     assert "the words of statement.md: sordino with other sources wrote them" in verdict.gaps
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("epsilon", math.nan), ("groups.0.sizes.0", math.inf), ("worst_client", 10**400), ("queries.0.bound", None)],
+    ids=["NaN", "infinity", "long", "null"],
+)
+def test_numbers_that_no_program_can_compute_with_are_told_in_words(forge, path, value):
+    """NaN is in no tier, infinity no whole number, and a number may be longer than floats are."""
+
+    def change(cert, out):
+        *parents, last = (int(key) if key.isdigit() else key for key in path.split("."))
+        part = cert
+        for key in parents:
+            part = part[key]
+        part[last] = value
+
+    out = forge("plain", change, "stripped")
+    with contextlib.suppress(SordinoError):
+        assert verify_run(out).problems
+    assert main(["verify", str(out)]) != 0
 
 
 def test_a_card_of_other_code_is_held_to_its_hash(forge):

@@ -582,7 +582,8 @@ class BatchedClients:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
             return self._draw(round_plan, number, call, clients, shape)
 
-        like, drawn = self.records.x, self._samples(clients)
+        # A rank may hold only those clients of a batch whose minibatches are all of their records.
+        like, drawn = self.records.x, shard is None or self._samples(clients)
         return Oracle(
             self.split if split else self.model,
             lambda: shard,

@@ -498,8 +498,17 @@ class Ledger:
         self._catch_up()
         return math.sqrt(self._spent_by(who).square)
 
-    def spent_epsilon(self, who: str, delta: float, promised: Sequence[Charge] = ()) -> float:
-        """Epsilon of everything charged to `who`, at a delta, and of charges that were promised."""
+    def spent_epsilon(
+        self, who: str, delta: float, promised: Sequence[Charge] = (), *, rows: int | None = None
+    ) -> float:
+        """Epsilon of everything charged to `who`, at a delta, and of charges that were promised.
+
+        rows: of the first so many rows alone, as it was when the ledger had no more; None for all.
+        """
+        if rows is not None:
+            with Ledger(self.path, read_only=True) as before:
+                before._catch_up(rows)
+                return before._after(who, promised).epsilon(delta)
         self._catch_up()
         return self._after(who, promised).epsilon(delta)
 
@@ -833,10 +842,12 @@ class Ledger:
                 spent.add(_checked(entry))
         return spent
 
-    def _catch_up(self) -> None:
-        """Add up the rows that any process committed since the last call."""
+    def _catch_up(self, until: float = math.inf) -> None:
+        """Add up the rows that any process committed since the last call, up to number `until`."""
         earlier = [time for (time,) in self._ask("SELECT time FROM any_choice")] if self._has("any_choice") else []
         for row in self._rows_after(self._last_read):
+            if row.seq > until:
+                break
             if row.query in STATEMENTS:
                 self._hear(row.query)
             elif earlier and self._choice is Choice.ANY and row.time > earlier[0]:  # said in a file of before

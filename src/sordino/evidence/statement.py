@@ -91,7 +91,8 @@ def statement(cert: Mapping[str, Any]) -> str:
     )
     of_site = cert["certified"] and "client" in (cert.get("site") or {})
     if of_site and (own := group_of_site(cert)["epsilon"]) < 0.999 * cert["epsilon"]:
-        verdict += f" For the data of this site **ε = {own:.4g}** holds; the other figures are of the worst site."
+        whose = "persons with records at this site alone" if _at_several(cert) else "the data of this site"
+        verdict += f" For {whose} **ε = {own:.4g}** holds; the other figures are of the worst site."
     return f"""# Privacy statement
 
 {verdict}
@@ -258,6 +259,8 @@ def _strength(cert: Mapping[str, Any], unit: Unit) -> str:
         else f"The figures above are those of the client with the largest ε, {_name(cert['worst_client'], names)}. "
         "Every client's own"
     )
+    if not alike and _at_several(cert):  # mu^2 of a person is at most the mean of its clients' mu^2
+        whose += ", where a person with records at several clients has the largest one of them"
     return f"""**As a bet.** Someone must guess which of two possibilities about a {subject} is true. Before they \
 see the model, both are equally likely: they are right in 50 of 100 cases. After they have seen everything that this \
 statement covers, they are right in at most {_cases(right)} of 100 cases, whatever method they use. \
@@ -278,6 +281,11 @@ roughly, the probability that the limit does not hold. Smaller is better for bot
 | clients | {unit_plural(cert)} of each | ε |
 |---|---|---|
 {table}{_legend(names)}"""
+
+
+def _at_several(cert: Mapping[str, Any]) -> bool:
+    """Whether persons with records at several clients are protected. Others may then tell more than their client."""
+    return bool(cert.get("person")) and int(cert["person"]["clients"]) > 1
 
 
 def _betting_account(cert: Mapping[str, Any]) -> str:

@@ -129,13 +129,14 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         _check_site(cert, problems)
         _check_words(cert, problems, gaps)
         by = _check_signature(given, key, problems)
+        assumed = _assumed_sensitivities(cert)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, SordinoError) and not problems:
             raise
         raise malformed(ValueError(problems[0]) if problems else error) from None
     except MemoryError:
         raise SordinoError("certificate: to compute it again takes more memory than there is.") from None
-    assumed, gaps = _assumed_sensitivities(cert), [*gaps, *([] if by else [NOT_SIGNED])]
+    gaps += [] if by else [NOT_SIGNED]
     return Verdict(problems, claimed, recomputed, bool(cert["certified"]), assumed, gaps, by, bool(by and key))
 
 

@@ -415,20 +415,26 @@ class SiteRun:
         return {name: offer.tobytes() for name, offer in stored.arrays.items()}
 
     def agreed(self, t: int) -> list[str] | None:
-        """The survivors that this site confirmed, or revealed shares for, in round t; None: none yet."""
-        path = self.folder / f"survivors-{t}.json"
-        return json.loads(path.read_text()) if path.exists() else None
+        """The survivors that this site confirmed, or revealed shares for, in round t; None: none yet.
+
+        The ledger knows them where the folder of the run is an older one beside the newest ledger."""
+        path, entry = self.folder / f"survivors-{t}.json", self._survivors_note(t)
+        with self.site.ledger() as ledger:
+            noted = path.read_bytes() if path.exists() else ledger.release(entry.plan, entry.who, entry.round)
+        return None if noted is None else json.loads(noted)
 
     def will_reveal(self, t: int, survivors: list[str]) -> None:
         if self.agreed(t) is None:
             files.write(self.folder / f"survivors-{t}.json", json.dumps(survivors).encode())
         self._witness_survivors(t, survivors)
 
+    def _survivors_note(self, t: int) -> Charge:
+        return Charge(self.account, t, SURVIVORS, 0.0, 1.0, 1, f"{self.terms.run} {SURVIVORS}")
+
     def _witness_survivors(self, t: int, survivors: list[str]) -> None:
         """Write the list into the ledger's chain too, so that an older copy of the folder without it is refused."""
-        entry = Charge(self.account, t, SURVIVORS, 0.0, 1.0, 1, f"{self.terms.run} {SURVIVORS}")
         with self.site.ledger() as ledger:
-            ledger.note(entry, json.dumps(survivors).encode())
+            ledger.note(self._survivors_note(t), json.dumps(survivors).encode())
 
     # --------------------------------------------------------------------------------------------------------- the end
 
@@ -460,7 +466,11 @@ class SiteRun:
         self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
 
     def _end(self) -> None:
-        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers."""
+        """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers.
+
+        A process that was killed may have left a copy of what it was writing."""
+        for path in filter(files.is_leftover, list(self.folder.iterdir())):
+            path.unlink()
         if self.terms.run_keys:
             run_keys.erase(self.site.config.folder, self.terms.run_keys[self.mine])
         (self.folder / run_keys.FILE).unlink(missing_ok=True)

@@ -33,7 +33,7 @@ from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan
 from sordino.training.resolved import ResolvedSpec, resolve
 from sordino.training.spec import Spec
-from sordino.training.verify_run import answers_of, differences
+from sordino.training.verify_run import NOT_REBUILT, answers_of, differences
 from sordino.version import __version__
 
 TERMS_FORMAT = 1
@@ -521,4 +521,6 @@ def against_terms(cert: dict[str, Any], path: Path) -> Iterator[str]:
         execution=carried_out(len(terms.names), cert["site"]["name"] if "site" in cert else None),
         assumes=[*terms.assumptions, stated] if "site" in cert else [stated, *terms.assumptions],
     )
-    yield from differences(cert, rebuilt)
+    yield from differences(cert, rebuilt, NOT_REBUILT)
+    if "site" in cert and terms.names.index(cert["site"]["name"]) != cert["site"]["client"]:
+        yield f"terms.json gives the site '{cert['site']['name']}' another number than {cert['site']['client']}"

@@ -276,7 +276,10 @@ class Trees:
         persons = (leaf.shape[-2] // part.per_person, part.per_person)
         leaf, terms = (t.expand(*lead, *t.shape[-2:]).reshape(*lead, *persons, t.shape[-1]) for t in (leaf, terms))
         vectors = leaf.transpose(-1, -2) @ terms  # persons x leaves x terms
-        factor = bounded(torch.linalg.vector_norm(vectors.flatten(-2), dim=-1), clip) * part.person_weights()
+        norm = torch.linalg.vector_norm(vectors.flatten(-2), dim=-1)
+        # Finite terms may have a sum that is not, and 0 times it would be NaN.
+        vectors = torch.where(torch.isfinite(norm)[..., None, None], vectors, 0.0)
+        factor = bounded(norm, clip) * part.person_weights()
         return (vectors * factor[..., None, None]).sum(-3)
 
     @exact_arithmetic()

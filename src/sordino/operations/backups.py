@@ -48,6 +48,7 @@ def backup(folder: Path, out: Path) -> list[str]:
         for path in sorted(folder.rglob("*"))
         if path.is_file()
         and path.name not in LEFT_OUT
+        and not files.is_leftover(path)
         and path.parent.name != run_keys.FOLDER
         and path not in beside
         and path.resolve() != data

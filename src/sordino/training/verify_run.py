@@ -17,6 +17,7 @@ from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, f
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.public import KEPT_BY_A_PARTY
 from sordino.evidence.signing import code_sha256, sha256
+from sordino.evidence.spent import limit_mu
 from sordino.evidence.statement import statement
 from sordino.evidence.verify import Verdict, malformed, verify
 from sordino.foreign import read_json
@@ -33,6 +34,8 @@ SIZE_PLACEHOLDER = 1_000_000  # records per client at client level, where no num
 # Yields the differences between a certificate and another file, which lies beside it.
 Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 
+# What a document that is no certificate raises: a field of another kind, NaN, or a number beyond floats.
+UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, StopIteration)
 LEDGER_STAYS = "ledger.db, which stays with its owner"
 MOST_NAMED = 20  # files in one line
 LENGTHS = "the lengths of the answers that are sent as integers: they follow from"
@@ -70,7 +73,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
             elif beside != ledger or not coordinators:
                 stays = beside == ledger and received
                 verdict.gaps.append(LEDGER_STAYS if stays else f"{beside.name}, which is not beside it")
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except UNREADABLE as error:
         if isinstance(error, SordinoError):
             raise
         raise malformed(error) from None
@@ -115,7 +118,7 @@ def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Ite
         return
     try:
         same = path.read_bytes() == statement(cert).encode()
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except UNREADABLE:
         yield "no statement follows from the certificate"
         return
     if not same and cert["code_sha256"] == code_sha256():
@@ -131,7 +134,7 @@ def _against_card(cert: dict[str, Any], folder: Path, gaps: list[str]) -> Iterat
         return
     try:
         same = path.read_bytes() == model_card.of_folder(folder, cert).encode()
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, IndexError):
+    except (OSError, *UNREADABLE):
         gaps.append(f"{model_card.NAME}, because the metrics or the model are not beside it")
         return
     if not same and cert["code_sha256"] == code_sha256():
@@ -284,9 +287,14 @@ NOT_REBUILT = ("sordino", "code_sha256", "spec_sha256", *BOUND, "ledger", "signa
 DATA_FACTS = ("client_names", "test_records")  # facts about the data
 
 
-def differences(cert: Mapping[str, Any], rebuilt: Mapping[str, Any]) -> Iterator[str]:
-    """Where the certificate differs from the one that its plan has: numbers by more than 1e-6 of themselves."""
-    for key in sorted({*cert, *rebuilt} - {*NOT_REBUILT, *DATA_FACTS}):
+def differences(
+    cert: Mapping[str, Any], rebuilt: Mapping[str, Any], but: Sequence[str] = (*NOT_REBUILT, *DATA_FACTS)
+) -> Iterator[str]:
+    """Where the certificate differs from the one that its plan has: numbers by more than 1e-6 of themselves.
+
+    but: fields that are left out.
+    """
+    for key in sorted({*cert, *rebuilt} - {*but}):
         yield from _differ(key, cert.get(key, "nothing"), json.loads(json.dumps(rebuilt.get(key, "nothing"))))
 
 
@@ -311,9 +319,20 @@ def _shown(value: Any) -> str:
 
 def _against_site(run: str, cert: dict[str, Any], path: Path) -> Iterator[str]:
     """Compare with a site's ledger, which has one row per round: the releases of its group, and no others."""
+    site = cert["site"]
     with Ledger(path, read_only=True) as book:
         yield from book.audit(cert["ledger"]["head"], cert["ledger"]["rows"])
+        if book.hash_of(cert["ledger"]["rows"]) != cert["ledger"]["head"]:
+            yield f"row {cert['ledger']['rows']} of the ledger has not the hash that the certificate names"
         rows = [row for row in book.rows() if row.plan == run and row.is_release]
+        before = max([cert["ledger"]["rows"], *(row.seq for row in rows)])
+        for who in sorted({row.who for row in rows}):
+            spent, told = book.spent_epsilon(who, site["delta"], rows=before), site["spent"]
+            if not math.isclose(math.inf if told is None else told, spent, rel_tol=1e-6):
+                yield f"the site's account had spent ε = {spent:.6g}, and the certificate says {told}"
+        limits = [*book.limits(), *([(site["epsilon"], site["delta"])] if cert["method"] == EVALUATION else [])]
+        if not any(math.isclose(limit_mu(*each), limit_mu(site["epsilon"], site["delta"])) for each in limits):
+            yield f"the ledger never had the limit of ε = {site['epsilon']} at δ = {site['delta']}"
     mine = group_of_site(cert)
     if (answered := len({row.round for row in rows})) != cert["site"]["rounds"]:
         yield f"the site paid for {answered} rounds, and the certificate says that it answered {cert['site']['rounds']}"
