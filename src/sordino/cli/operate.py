@@ -255,7 +255,7 @@ def _backup(arguments: argparse.Namespace) -> int:
     from sordino.operations.backups import backup
 
     names = backup(Path(arguments.folder), Path(arguments.out))
-    print(f"{sentences.count(len(names), 'file')} in {arguments.out}; the records and the witness are not among them")
+    print(f"{sentences.count(len(names), 'file')} in {arguments.out}; tables and the witness are not among them")
     return 0
 
 

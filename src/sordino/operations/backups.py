@@ -1,7 +1,8 @@
 """Backups of a site's folder that cannot release a round twice.
 
 A backup holds settings, keys, certificates and a consistent copy of the ledger, also while the site works. It holds no
-records, and not the secrets of open runs: a restored folder takes part in new runs only. Where the ledger of the backup
+records, not even in tables that only lie in the folder, and not the secrets of open runs: a restored folder takes part
+in new runs only. Where the ledger of the backup
 is older than the witness, which is outside of the folder, the restored site refuses every message.
 """
 
@@ -15,6 +16,7 @@ from contextlib import closing
 from pathlib import Path
 
 from sordino import files
+from sordino.data.readers import reader_of
 from sordino.errors import RolledBackError, SordinoError
 from sordino.federation import run_keys
 from sordino.federation.config import SiteConfig
@@ -52,6 +54,7 @@ def backup(folder: Path, out: Path) -> list[str]:
         and path.parent.name != run_keys.FOLDER
         and path not in beside
         and path.resolve() != data
+        and reader_of(path) is None  # an older table, or predictions
     ]
     with tempfile.TemporaryDirectory() as place, files.replacing(out) as temporary:
         copy = Path(place) / "ledger.db"
