@@ -262,7 +262,11 @@ def check_apart(model: FlatModel) -> None:
                 _check_seen(seen, seeded)
                 if own := objective.each is not None or watch.own_code(model.module):
                     apart, losses_apart = _owned(returned, rows, labels, objective)
-            if own:
+            meets = any(not equal(still[k], other[k]) for k, other in others)
+            meets |= steady and not equal(predicted[0], elsewhere[0])
+            few: set[str] | None = set()
+            more: list[set[str] | None] = []
+            if own and apart and losses_apart and not meets:  # otherwise it is refused already
                 with sdpa_kernel(SDPBackend.MATH) if model.random else nullcontext():
                     few, *more = operations(watch.forms())
                     if None in (few, *more):  # it reads numbers of parameters, which a form does not have
@@ -281,9 +285,7 @@ def check_apart(model: FlatModel) -> None:
             "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
             "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
         )
-    meets = any(not equal(still[k], other[k]) for k, other in others)
-    meets |= steady and not equal(predicted[0], elsewhere[0])
-    if own and (differ := {name for names in more for name in (few or set()) ^ (names or few or set())}):
+    if differ := {name for names in more for name in (few or set()) ^ (names or few or set())}:
         raise SordinoError(OTHER_OPERATIONS.format(", ".join(sorted(differ)[:3])))
     if own and not losses_apart:
         raise SordinoError(LOSS_MEETS)
