@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sordino.core import SAFETY, Divisor, Privacy, Shard
 from sordino.data.records import Records
@@ -1084,7 +1085,9 @@ def test_threads_that_share_a_model_take_turns():
         return float((found - alone).norm())
 
     assert total(torch_model.Turns()) == 0
-    assert total(nullcontext()) > 0.1
+    with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]):
+        # Each thread restores what it found, and without turns it finds what the other one set.
+        assert total(nullcontext()) > 0.1
     assert isinstance(copy.deepcopy(torch_model.Turns()), torch_model.Turns)
     assert isinstance(pickle.loads(pickle.dumps(torch_model.Turns())), torch_model.Turns)
 

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sordino.core import SAFETY, Shard
 from sordino.errors import SordinoError
@@ -205,10 +207,22 @@ def check_apart(model: FlatModel) -> None:
     def run(x: Tensor, *, train: bool = True, rewind: bool = True) -> Tensor:
         return objective.read(returned(x, train=train, rewind=rewind))
 
-    def operations(number: int) -> set[str] | None:
-        shared = {id(part): part for part in (*model.module.parameters(), *model.module.buffers())}
-        module = copy.deepcopy(model.module, shared)  # tensors without numbers must not stay in the module
-        return watch.operations(lambda x: functional_call(module, params, (model.shaped(x),)), rows, number)
+    def operations(forms: FakeTensorMode | None) -> list[set[str] | None]:
+        form: Callable[[Tensor], Tensor] = forms.from_tensor if forms else lambda part: part
+        try:
+            shared = {id(part): form(part) for part in (*model.module.parameters(), *model.module.buffers())}
+            given = {name: form(part) for name, part in params.items()}
+        except Exception:  # there are tensors that have no such form
+            return [None]
+        found = []
+        for number in NUMBERS_OF_ROWS:
+            module = copy.deepcopy(model.module, dict(shared))  # tensors without numbers must not stay in the module
+
+            def call(x: Tensor, module: nn.Module = module) -> Any:
+                return functional_call(module, given, (model.shaped(x),))
+
+            found.append(watch.operations(call, rows, number, forms))
+        return found
 
     def equal(one: Tensor, other: Tensor) -> bool:
         return torch.equal(one.nan_to_num(), other.nan_to_num())
@@ -248,7 +262,15 @@ def check_apart(model: FlatModel) -> None:
                 _check_seen(seen, seeded)
                 if own := objective.each is not None or watch.own_code(model.module):
                     apart, losses_apart = _owned(returned, rows, labels, objective)
-                    few, *more = map(operations, NUMBERS_OF_ROWS)
+            meets = any(not equal(still[k], other[k]) for k, other in others)
+            meets |= steady and not equal(predicted[0], elsewhere[0])
+            few: set[str] | None = set()
+            more: list[set[str] | None] = []
+            if own and apart and losses_apart and not meets:  # otherwise it is refused already
+                with sdpa_kernel(SDPBackend.MATH) if model.random else nullcontext():
+                    few, *more = operations(watch.forms())
+                    if None in (few, *more):  # it reads numbers of parameters, which a form does not have
+                        few, *more = operations(None)
     finally:
         model.module.train(training)
     if not before.isfinite().any():
@@ -263,9 +285,7 @@ def check_apart(model: FlatModel) -> None:
             "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
             "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
         )
-    meets = any(not equal(still[k], other[k]) for k, other in others)
-    meets |= steady and not equal(predicted[0], elsewhere[0])
-    if own and (differ := {name for names in more for name in (few or set()) ^ (names or few or set())}):
+    if differ := {name for names in more for name in (few or set()) ^ (names or few or set())}:
         raise SordinoError(OTHER_OPERATIONS.format(", ".join(sorted(differ)[:3])))
     if own and not losses_apart:
         raise SordinoError(LOSS_MEETS)

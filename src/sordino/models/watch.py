@@ -16,7 +16,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
@@ -172,6 +172,8 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._plain.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
         name = str(func)
         if name == "aten.native_dropout.default":
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
@@ -179,7 +181,7 @@ class Still(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args[1].copy_(torch.where(args[0] < 0, 0.25, 1.0))  # the slopes, which the backward pass reads
             return args[0] * args[1]
         outputs = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags and isinstance(outputs, Tensor):
+        if isinstance(outputs, Tensor):
             fraction = 0.5 if outputs.dtype.is_floating_point else 0
             outputs.fill_(1 if "bernoulli" in name else fraction)
         return outputs
@@ -222,11 +224,13 @@ def state(module: nn.Module, *functions: Any) -> dict[str, Any]:
       functions: others that read its outputs, such as a loss.
     """
     found: dict[str, Any] = {}
+    classes: set[type] = {nn.Module}
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key != "training" and key not in _OF_TORCH:
                 found |= _numbers_in(value, f"{name}.{key}".lstrip("."), set())
-        own = [each for each in type(part).__mro__ if each is not nn.Module and not _of_torch(each)]
+        own = [each for each in type(part).__mro__ if each not in classes and not _of_torch(each)]
+        classes.update(own)  # what a class holds is the same in all parts
         for key, value in ((key, value) for each in own for key, value in vars(each).items()):
             found |= _numbers_in(value, f"{name}.{key}".lstrip("."), set())
     for function in functions:
@@ -382,6 +386,8 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # layers ask for it without end
         self.names.add(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -396,7 +402,14 @@ def own_code(module: nn.Module) -> bool:
     )
 
 
-def operations(run: Callable[[Tensor], Any], rows: Tensor, number: int) -> set[str] | None:
+def forms() -> FakeTensorMode:
+    """Makes forms of tensors, without their numbers, and computes with them: the faster, the more are forms already."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def operations(
+    run: Callable[[Tensor], Any], rows: Tensor, number: int, mode: FakeTensorMode | None = None
+) -> set[str] | None:
     """The operations of a pass over so many rows; None where they cannot be known without computing.
 
     Nothing is computed, so that a pass over a thousand rows takes no longer than one over two.
@@ -405,12 +418,13 @@ def operations(run: Callable[[Tensor], Any], rows: Tensor, number: int) -> set[s
       run: the pass.
       rows: some rows, of which only the form counts.
       number: of rows.
+      mode: that made the forms which the pass reads, if it reads any.
     """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _Names() as seen:
+        with mode or forms(), _Names() as seen:
             run(torch.ones((number, *rows.shape[1:]), dtype=rows.dtype, device=rows.device))
         return {*seen.names}
     except Exception:  # what PyTorch cannot do without numbers ends in many ways

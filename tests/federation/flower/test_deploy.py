@@ -71,12 +71,21 @@ def test_a_port_that_a_killed_process_still_has_is_waited_for(monkeypatch):
         deploy._free(8000, "by somebody")
 
 
-def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypatch):
+@pytest.fixture
+def quick(monkeypatch):
+    """A join looks at its processes at once and again and again. Its files are checked elsewhere, in a process of their
+    own."""
+    monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
+    monkeypatch.setattr(deploy, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(deploy, "_checked", lambda path, authority: path.parent.name)
+
+
+def test_a_process_that_hears_nothing_or_ended_is_started_again(place, quick, monkeypatch):
     (port,) = processes.free_ports(1)
     for name in ("supernode_command", "worker_command"):
         monkeypatch.setattr(commands, name, lambda *_, **__: SLEEP)
-    monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
-    monkeypatch.setattr(deploy, "SILENT_SECONDS", 2.0)
+    for name in ("SILENT_SECONDS", "TURN_SECONDS"):  # at the second look both were silent for long enough
+        monkeypatch.setattr(deploy, name, 0.5)
     monkeypatch.setattr(reach, "reach", lambda link, authority: "silent")
     started = []
     plain = processes.Processes.start
@@ -91,7 +100,7 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypat
         first = next(lines)  # neither of them touches its pulse
         assert (first["what"], first["process"]) == ("restarted", "node")
         assert "heard nothing" in first["why"]
-        assert time.monotonic() - began >= 2.0
+        assert time.monotonic() - began >= 0.5
         second = next(lines)  # the worker comes before the link is tried again
         assert (second["what"], second["process"]) == ("restarted", "worker")
         assert started[:3] == ["node", "worker", "node"]
@@ -100,10 +109,9 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, monkeypat
 
 
 @pytest.fixture
-def joined(place, monkeypatch):
+def joined(place, quick, monkeypatch):
     """The lines of a join whose node runs this Python code, in a link that is reached. `pulse` is the node's file."""
     (port,) = processes.free_ports(1)
-    monkeypatch.setattr(deploy, "RESTART_SECONDS", 0.0)
     monkeypatch.setattr(commands, "worker_command", lambda *_, **__: SLEEP)
     monkeypatch.setattr(reach, "reach", lambda link, authority: "connected")
     lines = []
@@ -123,9 +131,9 @@ def joined(place, monkeypatch):
 
 def test_a_site_is_connected_when_the_link_accepts_its_node(joined):
     began = time.monotonic()
-    lines = joined("import time; time.sleep(2); open(pulse, 'w').close(); time.sleep(60)")
+    lines = joined("import time; time.sleep(0.5); open(pulse, 'w').close(); time.sleep(60)")
     assert next(lines) == {"what": "link", "state": "connected", "link": "host:1"}
-    assert time.monotonic() - began >= 2.0
+    assert time.monotonic() - began >= 0.5
 
 
 def test_a_site_whose_node_is_not_accepted_is_told_once_what_to_compare(joined, place):

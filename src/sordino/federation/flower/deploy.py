@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sordino.federation.flower.processes import Processes
 
 HANDLER = "sordino.federation.handler:handle"  # by name: importing it loads the libraries for numbers
+TURN_SECONDS = 1.0  # between two looks at the processes of a site
 RESTART_SECONDS = 5  # before a process of a site that ended is started again
 SILENT_SECONDS = 120  # without an answer of the other side, after which a process of a site is started again
 REST_SECONDS = 300  # without a message, after which the worker gives back the memory of what it loaded
@@ -224,7 +225,7 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
             if not connected and heard["node"].answered:
                 told, connected = "connected", True
                 yield {"what": "link", "state": told, "link": link}
-            time.sleep(1)
+            time.sleep(TURN_SECONDS)
 
 
 def _mark(place: Path, link: str) -> str:
