@@ -895,7 +895,8 @@ class Rule(NamedTuple, Generic[MessageT, StateT]):
     Attributes:
         init: (theta, facts, state of the stage before) -> state. If no client ever took part in the stage before, its
             state is the one its own `init` returned.
-        update: (aggregate, state, theta, t) -> (step, state); the engine adds the step to theta.
+        update: (aggregate, state, theta, t) -> (step, state); the engine adds the step to theta. t counts the rounds of
+            the stage from 0.
         broadcast: (state) -> what clients receive beside theta.
         model: (theta, state) -> the model to hand out.
 

@@ -275,7 +275,7 @@ def test_a_method_that_claims_sums_for_local_steps_is_told_why_it_is_refused():
     bold = method(walk(3), Query(Kind.GRADIENT, 1.0, calls=3), rule=scale(1.0))._replace(proves=every)
     (*_, report) = checks.check("toy", method=bold, models=[SQUARES], trials=8)
     (problem,) = [problem for problem in report.problems if problem.startswith("engines")]
-    assert "refuses the method under secure-aggregation: message: noise is added to the sum of answers" in problem
+    assert "refuses the method under secure-aggregation: compute: it computes with an answer" in problem
     assert "leave the other pairs out of `proves`" in problem
     assert "inf" not in problem
 

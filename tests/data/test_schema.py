@@ -530,6 +530,16 @@ def test_a_draft_says_that_types_come_from_the_cells(tmp_path):
     assert "# Types come from the cells: one cell that is not a number makes its column a category" in one
 
 
+def test_a_word_that_is_neither_true_nor_false_is_refused_and_not_told():
+    schema = Schema.of({"columns": {"card": {"type": "boolean", "true": ["Ja", "J"], "false": ["Nein"]}}})
+    cells = ["ja", "NEIN", "", "Ja", "j"]
+    assert schema.encode({"card": cells}, target=False).x[:, 0].tolist() == [1, 0, 0.5, 1, 1]
+    assert schema.columns["card"].says() == "Ja becomes 1, Nein becomes 0"
+    with pytest.raises(SordinoError, match="column 'card' holds a cell that is neither among its words") as caught:
+        schema.encode({"card": [*cells, "rare"]}, target=False)
+    assert "rare" not in str(caught.value)
+
+
 def test_a_draft_drops_what_is_called_like_an_id_or_a_person(tmp_path):
     ids = ["id", "patient_id", "PatientID", "Fall-Id", "record uuid", "MRN", "first_name", "Name", "e-mail"]
     others = ["paid", "covid", "fluid", "bids", "HbA1c", "id_of_ward", "hostname", "named", "address_changes"]
@@ -591,7 +601,7 @@ def test_files_with_few_distinct_texts_are_encoded_as_frames_are(tmp_path, monke
     frame = {
         "ward": ["a", " b", "c", None, "?", "a "],
         "grade": ["low", "high", "NA", "mid", None, "none"],
-        "smokes": ["YES", "no", "True", "0", "", "perhaps"],
+        "smokes": ["YES", "no", "True", "0", "", "n"],
         "died": ["no", "yes", "yes", "no", "no", "yes"],
     }
     whole = schema.encode(frame)

@@ -393,6 +393,12 @@ def test_dropout_of_two_threads_is_drawn_in_turn(mutant, monkeypatch):
     assert torch.equal(drawn, public) == mutant
 
 
+def unseal(monkeypatch):
+    """From now on a rule gets the numbers of its answers, whatever the engine says."""
+    never = property(lambda ask: False, lambda ask, sealed: None)
+    monkeypatch.setattr(oracle.Oracle, "sealed", never, raising=False)
+
+
 def sends(ask, broadcast, memory, cache):
     return ask.gradient(broadcast.theta)
 
@@ -419,16 +425,74 @@ def test_a_rule_that_writes_in_place_is_refused(engine, rule, word, monkeypatch)
     records, query = small(), Query(Kind.GRADIENT, 1.0)
     method = Method("toy", Unit.RECORD, (Stage(Local(rule), scale(-0.1), (query,)),), EVERY)
     plan = plan_for(records, method, trust="secure-aggregation")
-    for context in (torch.no_grad, torch.inference_mode):  # PyTorch does not count writes in the latter
+    # PyTorch does not count writes to theta in inference mode; the answer has no numbers that could be written there.
+    for context in (torch.no_grad, torch.inference_mode) if rule is grows else (torch.no_grad,):
         with pytest.raises(SordinoError, match=word), context():
             next(engine.run(plan, Linear(3, 2), records, Seeded(0)))
     if engine is reference:
         monkeypatch.setattr(oracle.Unchanged, "holds", True)
+        monkeypatch.setattr(
+            oracle.Oracle, "sealed", property(lambda ask: False, lambda ask, sealed: None), raising=False
+        )
         plain = Method("toy", Unit.RECORD, (Stage(Local(sends), scale(-0.1), (query,)),), EVERY)
         honest, mutant = (
             next(engine.run(replace(plan, method=each), Linear(3, 2), records, Noiseless())) for each in (plain, method)
         )
         assert float((mutant.model - honest.model).norm()) > 10 * float(honest.model.norm())
+
+
+def extragradient(ask, theta, seen):
+    return ask.gradient(theta - 1e4 * ask.gradient(theta))
+
+
+def branches(ask, theta, seen):
+    return ask.gradient(theta + 1e4 if ask.gradient(theta).sum() > 0 else theta)
+
+
+def reads(ask, theta, seen):
+    return ask.gradient(theta + 1e4 * torch.from_numpy(ask.gradient(theta).numpy()))
+
+
+def scales(ask, theta, seen):
+    return ask.gradient(theta, scale=1e4 * ask.gradient(theta).abs())
+
+
+def keeps(ask, theta, seen):
+    seen.append(ask.gradient(theta - sum(1e4 * g for g in seen)))
+    return seen[-1]
+
+
+@pytest.mark.parametrize("trust", ["secure-aggregation", "trusted-server"])
+@pytest.mark.parametrize("rule", [extragradient, branches, reads, scales, keeps])
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_no_answer_steers_a_question_where_noise_is_added_to_the_sum(engine, rule, trust, monkeypatch):
+    """One record in the first answer moves the gradients of all other records in the second one. A mutant that hands
+    out the numbers runs, and one record moves its sum by several bounds."""
+    seen = []
+    method = Method(
+        "toy",
+        Unit.RECORD,
+        (
+            Stage(
+                Local(lambda ask, broadcast, memory, cache: rule(ask, broadcast.theta, seen)),
+                scale(-0.1),
+                (Query(Kind.GRADIENT, 1.0, calls=1 if rule is keeps else 2),),
+            ),
+        ),
+        EVERY,
+    )
+    x, labels, clients = np.ones((41, 1)), np.arange(41) % 2, np.arange(41) // 2 % 2
+    records = Records.of(x, labels, clients)
+    plan = plan_for(records, method, trust=trust)
+    with pytest.raises(SordinoError, match="compute: it computes with an answer"):
+        list(engine.run(plan, Linear(1, 2), records, Seeded(0)))
+    if rule is extragradient and engine is reference:
+        monkeypatch.setattr(
+            oracle.Oracle, "sealed", property(lambda ask: False, lambda ask, sealed: None), raising=False
+        )
+        other = Records.of(x, np.where(np.arange(41) == 40, 1, labels), clients)
+        sums = [next(reference.run(plan, Linear(1, 2), each, Noiseless())).aggregate for each in (records, other)]
+        assert float((sums[0] - sums[1]).norm()) * 41 > 5 * 2 * 1.0
 
 
 def test_a_rule_that_writes_to_the_numbers_of_records_changes_no_divisor():

@@ -271,19 +271,26 @@ class Boolean:
     def check(self, where: str) -> None:
         if set(self.true) & set(self.false):
             raise SordinoError(f"{where}: a word stands under both true and false.")
+        if not (self.true and self.false):
+            raise SordinoError(f"{where}: true and false each need a word.")
 
     def features(self, name: str) -> list[str]:
         return Number(range=(0, 1), indicator=self.indicator).features(name)
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
-        index = level_index(column, (*self.false, *self.true), missing, lower=True)
+        index = level_index(column, [word.lower() for word in (*self.false, *self.true)], missing, lower=True)
+        if (index == OTHER_LEVEL).any():
+            raise SordinoError(
+                f"data: column '{name}' holds a cell that is neither among its words for true and false nor missing; "
+                "add the word to true or false of the column in the schema, or to missing."
+            )
         values = np.where(index < 0, np.nan, (index >= len(self.false)).astype(np.float64))
         fill = 0.5 if self.fill is None else float(self.fill)
         Number(range=(0, 1), fill=fill, indicator=self.indicator).place(values, out)
         out[:, 0] = (out[:, 0] + 1) / 2
 
     def says(self) -> str:
-        return "yes becomes 1, no becomes 0"
+        return f"{self.true[0]} becomes 1, {self.false[0]} becomes 0"
 
 
 @dataclass(frozen=True)

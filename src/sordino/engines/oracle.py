@@ -8,6 +8,7 @@ axis.
 from __future__ import annotations
 
 import math
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -48,8 +49,14 @@ from sordino.privacy.mechanisms.quantization import Answer
 from sordino.privacy.mechanisms.random import Address, Source
 from sordino.privacy.plan import Plan, plan_mechanism, sent_answers
 from sordino.privacy.releases import QueryNoise
-from sordino.tree import leaves, rebuild
+from sordino.tree import leaves, rebuild, tree_map
 
+SEALED = (
+    "compute: it computes with an answer, and here noise is added to the sum of answers alone. An answer has no noise "
+    "yet, so what follows from it, such as the point of the next question, would tell of records beyond its bound. "
+    "Send answers as they are, and ask at points that follow from the broadcast; or leave this trust model out of "
+    "`proves`."
+)
 ONE_BATCH = "the bound of this stage is about one minibatch per round; ask all questions about it, with on=batch"
 _generator = threading.RLock()
 DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, shape of one client's draw) -> noise
@@ -182,10 +189,15 @@ def compute(local: Local, ask: Any, broadcast: Broadcast, memory: Tree, cache: T
 
     Raises:
         SordinoError: The rule writes to what the server sent, or to its memory. So answers without noise could leave
-            the client beside the message.
+            the client beside the message. Or it computes with an answer whose noise is added to the sum.
     """
     held = Unchanged((broadcast.theta, broadcast.extras, memory))
-    message: Tree = local.compute(ask, broadcast, memory, cache)
+    try:
+        message: Tree = local.compute(ask, broadcast, memory, cache)
+    except (RuntimeError, TypeError, ValueError) as error:
+        if getattr(ask, "sealed", False) and re.search("meta|same device", str(error), re.IGNORECASE):
+            raise SordinoError(SEALED) from None
+        raise
     if not held.holds:
         raise SordinoError(
             "compute: it writes to the broadcast, or to its memory, in place, as theta -= g does; what it writes would "
@@ -212,6 +224,8 @@ class Oracle:
         runs: Number of runs that are trained together, as a shape; () for one.
         preparing: The rule builds a cache: released queries may not be asked, because their noise belongs to rounds.
         add_noise: False if the noise is added later, to the sum or to integers (`encode_integers`).
+        sealed: The noise is added later, and so the rule gets the form of an answer in place of its numbers. `finish`
+            puts the numbers into the message. A message that is noised as a whole needs the numbers, and gets them.
     """
 
     def __init__(
@@ -231,7 +245,10 @@ class Oracle:
         runs: tuple[int, ...] = (),
         preparing: bool = False,
         add_noise: bool = True,
+        sealed: bool = False,
     ) -> None:
+        self.sealed = sealed and all(query.kind is not Kind.DELTA for query in stage.queries)
+        self._inside: dict[int, Tensor] = {}  # numbers of sealed answers, by the identity of their form
         self._model, self._all, self._stage = model, cache(shard), stage
         self._sizes, self._stds, self._draw = sizes, stds, draw
         self._pick, self._rates, self._dropout_seed = pick, rates, dropout_seed
@@ -376,7 +393,13 @@ class Oracle:
                     raise SordinoError("message: what is noised as a whole must be one vector per client; flatten it.")
                 message = clipped(message, query.clip)
                 message = self._noised(message, number, 0, 1).to(self._sizes.dtype) if self._add_noise else message
-        return message
+        if not self._inside:
+            return message
+
+        def opened(leaf: Tensor) -> Tensor:
+            return self._inside.get(id(leaf), leaf)
+
+        return tree_map(opened, message)
 
     def released(self, message: Tree) -> list[int]:
         """The query that each leaf of a message without noise answers (for DELTA: the query of the message).
@@ -449,8 +472,13 @@ class Oracle:
         answer = answer / along(self._divisor(kind, on), axes)
         if not (self._wide or (released and not self._add_noise)):
             answer = answer.to(self._sizes.dtype)
-        self._answers.append((number, Unchanged(answer)))
-        return answer
+        given = answer
+        if released and self.sealed:
+            with torch.inference_mode(False):  # whether it is written to is not counted there
+                given = torch.empty_like(answer, device="meta")
+            self._inside[id(given)] = answer
+        self._answers.append((number, Unchanged(given)))
+        return given
 
     def _divisor(self, kind: Kind, on: Batch | None = None) -> Tensor:
         """The number of records an answer is about: all of them, or the expected size of a minibatch."""

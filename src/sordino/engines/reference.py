@@ -129,7 +129,7 @@ def run(
             if cohort or plan.amplified:  # an empty secret cohort releases noise alone, so that nobody can tell
                 weights, computed = [share[i] for i in cohort] or [0.0], []
                 for i in cohort or [0]:
-                    ask = oracle(model, records, round_plan, i, source, add_noise=False)
+                    ask = oracle(model, records, round_plan, i, source, add_noise=False, sealed=True)
                     computed.append(without_noise(ask, local, broadcast, memory[i], caches[i]))
                 aggregate = noised_sum(round_plan, [m for m, _ in computed], weights, computed[0][1], source, theta)
                 if ledger is not None:
@@ -208,7 +208,7 @@ def integer_sum(
     factors = stream_factors(plan, round_plan)
     total = np.zeros(masked_size(plan, round_plan.t), np.uint32)
     for i in map(int, round_plan.cohort):
-        ask = oracle(model, records, round_plan, i, source, add_noise=False)
+        ask = oracle(model, records, round_plan, i, source, add_noise=False, sealed=True)
         message, numbers = without_noise(ask, round_plan.stage.local, broadcast, memory[i], caches[i])
         if factors is not None:
             mine = stream.answers.setdefault(i, {})
@@ -272,6 +272,7 @@ def oracle(
     *,
     preparing: bool = False,
     add_noise: bool = True,
+    sealed: bool = False,
 ) -> Oracle:
     """The oracle of client i in one round.
 
@@ -283,6 +284,7 @@ def oracle(
         source: The client's randomness.
         preparing: For building a cache; see `Oracle`.
         add_noise: False if noise is added later; see `Oracle`.
+        sealed: The rule does not get the numbers of its answers; see `Oracle`.
 
     Returns:
         The oracle.
@@ -317,4 +319,5 @@ def oracle(
         secret=source.private,
         preparing=preparing,
         add_noise=add_noise,
+        sealed=sealed,
     )

@@ -397,7 +397,7 @@ class BatchedClients:
         parts, numbers, before = [], list[int](), memory
 
         def message_of(clients: np.ndarray, shard: Any) -> Tree:
-            ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum, split=few)
+            ask = self._oracle(round_plan, clients, shard, add_noise=not noise_on_sum, sealed=noise_on_sum, split=few)
             mine, cache = self._of(clients, before, lead), self._of(clients, caches, self.data_axes)
             message = compute(local, ask, broadcast, mine, cache)
             numbers[:] = ask.released(message) if noise_on_sum else []
@@ -577,6 +577,7 @@ class BatchedClients:
         *,
         preparing: bool = False,
         add_noise: bool = True,
+        sealed: bool = False,
         split: bool = False,
     ) -> Oracle:
         def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
@@ -599,6 +600,7 @@ class BatchedClients:
             runs=(len(self.sources),) * self.lead,
             preparing=preparing,
             add_noise=add_noise,
+            sealed=sealed,
         )
 
 

@@ -320,7 +320,8 @@ class SiteRun:
         if stage != round_plan.first:
             memory = local.init(broadcast.theta, memory)
         cache = self._cache(round_plan)
-        ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not self.terms.secure)  # type: ignore[arg-type]
+        secure = self.terms.secure
+        ask = oracle(self.model, self.data, round_plan, self.mine, source, add_noise=not secure, sealed=secure)  # type: ignore[arg-type]
         message = compute(local, ask, broadcast, memory, cache)
         # Integers are noised in place of answers, which must be sent as they are.
         numbers = ask.released(message) if self.terms.secure else []

@@ -99,6 +99,7 @@ DRIVEN = 0.25  # of the length of a canary, along the direction that its company
 DRIVEN_SIZES = (150,)  # the victim alone, with so many records that their gradients stand out from the noise
 LEANING = -0.75, math.sqrt(1 - 0.75**2)  # neither mirrored nor turned: moves a gradient and its outer product at once
 OPPOSED = ", opposite company"
+MOST_REACH = 1.001  # more than rounding adds to a claim that is reached
 AUDITED_MODEL = Linear(3, 1, Loss.SQUARES, bias=False)
 SURVIVAL_MODEL = Hazards(3, (0.0, 1.0, 2.0, 3.0))  # for methods that ask for a tally: `auto` with intervals = 3
 CLASS_MODEL = Linear(3, 2)  # for methods that calibrate intercepts
@@ -166,8 +167,8 @@ class Audit(NamedTuple):
 
     @property
     def broken(self) -> bool:
-        """Whether the lower bound exceeds the certified epsilon."""
-        return bool(self.lower > self.certified)
+        """Whether the lower bound exceeds the certified epsilon, or the canary the certified mu."""
+        return bool(self.lower > self.certified or self.reach > MOST_REACH)
 
 
 class OneRun(NamedTuple):

@@ -347,14 +347,18 @@ class Watch:
         std = (calibration.client_std(self.plan, s, number) * calibration.noise_share(self.plan, self.plan.clients))[
             clients
         ] / divisor
-        shaped = torch.from_numpy(weight).to(sent.device).view(-1, *[1] * (sent.dim() - 2))
-        visible, *each = ((shaped * part.double().expand_as(sent)).sum(1) for part in (sent, *either))
-        if self.plan.only_sums_visible:
+        shaped = torch.from_numpy(weight).to(either[0].device).view(-1, *[1] * (sent.dim() - 2))
+
+        def seen(part: Tensor) -> Tensor:
+            return (shaped * part.double().expand(sent.shape)).sum(1)
+
+        each = [seen(part) for part in either]
+        if self.plan.only_sums_visible:  # what is sent may be the form of an answer
             sums = torch.stack(each)
             self._sums[number] = self._sums[number] + sums if number in self._sums else sums
             return
         zero, one, *without = each
-        release = ObservedRelease(visible, zero, one, float(((weight * std) ** 2).sum()), *without)
+        release = ObservedRelease(seen(sent), zero, one, float(((weight * std) ** 2).sum()), *without)
         key, stream = (s, number, clients.tobytes()), self.streams.setdefault((s, number), [])
         number_of_call = self._counts[key] = self._counts.get(key, -1) + 1
         if number_of_call < len(stream):  # another batch of clients in the same round
