@@ -285,6 +285,10 @@ def test_the_rightful_key_is_known(honest, capsys):
     key = RunFolder.find(honest("plain")).keys().sign.public
     assert main(["verify", str(honest("plain")), "--key", key]) == 0
     assert "the key that --key names" in capsys.readouterr().out
+    itself = RunFolder.find(honest("plain")).public / "certificate.json"
+    for path in (honest("plain"), itself.parent, itself):
+        assert main(["verify", str(path), "--key", str(itself)]) == 2
+        assert "it cannot vouch for itself" in capsys.readouterr().err
 
 
 def test_a_received_public_folder_is_complete(honest, tmp_path, capsys):

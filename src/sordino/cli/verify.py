@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sordino.cli.show import add_json, check_json, command, console, emit, facts, waiting
+from sordino.errors import SordinoError
 
 
 def add(commands: Any) -> None:
@@ -35,8 +36,15 @@ def act(arguments: argparse.Namespace) -> int:
     from sordino.evidence.verify import MOST_ABOVE, MOST_BELOW
     from sordino.training.verify_run import LEDGER_STAYS, verify_run
 
+    path, key = Path(arguments.certificate), Path(arguments.key or "")
+    inside = (path, path / "certificate.json", path / "public" / "certificate.json")
+    if key.is_file() and any(each.is_file() and each.samefile(key) for each in inside):
+        raise SordinoError(
+            "--key: this is the certificate that is verified, and it cannot vouch for itself; give the fingerprint "
+            "that its owner told you, or a file that you had from them before."
+        )
     with waiting("recomputing the account"):  # seconds, where much was sampled
-        verdict = verify_run(Path(arguments.certificate), arguments.key, against_terms=_against_terms)
+        verdict = verify_run(path, arguments.key, against_terms=_against_terms)
     not_compared = [*verdict.assumed, *verdict.gaps]
     complete, holds = not {*not_compared} - {LEDGER_STAYS}, not verdict.problems
     document = {

@@ -1037,7 +1037,8 @@ def draft(
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
         "# Remove [columns.NAME] of the target, the client and the person: they are not features.\n"
-        '# client: the column that says which site a record is of. Ids and names get type = "drop".\n'
+        "# client: the column that says which site a record is of; remove the line if all records are of one site.\n"
+        '# Ids and names get type = "drop".\n'
         '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"

@@ -15,5 +15,5 @@ REASONS = {
     "budget": "the site's own limit does not allow it, with what it spent and what it promised to other studies",
     "storage": "the site cannot write its ledger",
     "rolled-back": "the site's ledger is older than one it had before: its folder is an old copy; use the newest",
-    "failed": "the site failed",
+    "failed": "the site failed; its own log says why",
 }

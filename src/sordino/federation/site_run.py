@@ -585,6 +585,8 @@ class SiteRun:
             return {"hint": f"this site's test records do not show that the model is better than chance: {doubt}"}
         why = no_better(data, scores)
         than, ask = ("before training", "") if text else ("a constant guess", "; are the features scaled?")
+        if schema is not None:  # it scales them
+            ask = "; the noise may exceed the signal"
         where = f"the model is no better than {than} on this site's test records"
         return {"hint": f"{where}: {why}{ask}"} if why else {}
 
