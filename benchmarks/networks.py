@@ -219,8 +219,11 @@ def page(document: dict[str, Any]) -> str:
         new = {f"{data} {row}" for data in NAMES for row in document[data] if TUNED not in row}
         rows = named(new - set(document["earlier"])) or "none"
         lines += ["", f"The call that the file names computed these rows, earlier calls the others: {rows}."]
-    refused = named(document["refused"])
-    return "\n".join([*lines, "", f"Not run, because they refuse these networks or minibatches: {refused}.", ""])
+    shown = {method.removesuffix(TUNED) for data in NAMES for method in document[data]}
+    lines += ["", f"Not run, because they refuse these networks or minibatches: {named(document['refused'])}."]
+    if newer := set(REGISTRY) - shown - {*UNFIT, *document["refused"]}:
+        lines += ["", f"Not run, because they are newer than these runs: {named(newer)}."]
+    return "\n".join([*lines, ""])
 
 
 def named(methods: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -70,12 +71,23 @@ TUNED = (
     "settings: chosen on validation records (seed 0) under the noise of the row, over the paper's fine grid, with "
     "steps between 0.1 and 0.3 for DP-FedGD"
 )
+FOREIGN = (
+    "these settings are those of CIFAR-10 by ResNet-20, and this table has other data: sordino compare --data {} "
+    "--only-tune finds its own, and --settings takes them"
+)
 OWN_PARTS = (
     "DP-FedSOFIM is tuned with and without the parts of its paper for small budgets: bias correction up to epsilon 1, "
     "a warm-up of 20 rounds at 0.5"
 )
 SILENT = "epsilon ∞ is without noise: nothing is certified there"
 AS_PRINTED = "DP-FedSOFIM (gradient) is the formula as printed, (momentum) multiplies the moving average instead"
+
+
+def _about_settings(request: TableRequest) -> list[str]:
+    """How the settings of a table were chosen, and for which data."""
+    if request.settings:
+        return [f"settings: those of {Path(request.settings).name}"]
+    return [TUNED] if Path(request.source).name == CIFAR[0] else [TUNED, FOREIGN.format(Path(request.source).name)]
 
 
 def title(label: str) -> str:
@@ -176,7 +188,7 @@ def comparison(
         ]
 
     wants = entered(tunings, ROUNDS)
-    notes = [FEATURES, TUNED, OWN_PARTS, AS_PRINTED]
+    notes = [FEATURES, *_about_settings(request), OWN_PARTS, AS_PRINTED]
     notes += [
         f"tuning under {world['trust']}: {tuning['how']}" for (world, _), tuning in zip(worlds, tunings, strict=True)
     ]
@@ -399,7 +411,7 @@ def significance(request: TableRequest, dataset: str, backbone: str) -> TableRes
         f"lead of DP-FedSOFIM in points; * significant at {LEVEL:g} (McNemar with continuity correction, seed 1)",
         "tests against one baseline each, not corrected for their number",
         FEATURES,
-        TUNED,
+        *_about_settings(request),
         OWN_PARTS,
         *remarks(budgets),
     ]

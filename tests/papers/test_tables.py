@@ -172,6 +172,17 @@ def test_a_table_is_run_and_written(capsys, features, name):
         assert {"chi2", "p"} <= lines[0]["rounds"]["2"]["test"].keys()
 
 
+@pytest.mark.parametrize(("name", "file"), [("sofim-3", "cifar10_resnet20.npz"), ("sofim-4", "pathmnist_resnet20.npz")])
+def test_a_table_says_whose_settings_it_has(capsys, features, name, file):
+    if not (features / file).exists():
+        (features / file).write_bytes((features / "cifar10_resnet20.npz").read_bytes())
+    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1", "--epsilons", "1"]
+    assert call(capsys, name, *flags)[0] == 0
+    notes = json.loads((features / "out" / f"{name}.json").read_text())["notes"]
+    assert sofim.TUNED in notes
+    assert (sofim.FOREIGN.format(file) in notes) == (name == "sofim-4")
+
+
 @pytest.mark.parametrize("name", ["sofim-3", "sofim-8", "sofim-10", "sofim-12", "sofim-14", "sofim-15"])
 def test_no_budget_that_was_asked_for_is_dropped_in_silence(capsys, features, name):
     if name == "sofim-14":
