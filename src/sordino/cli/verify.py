@@ -34,11 +34,12 @@ def add(commands: Any) -> None:
 def act(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     from sordino.evidence.verify import MOST_ABOVE, MOST_BELOW
+    from sordino.training.folder import RunFolder
     from sordino.training.verify_run import LEDGER_STAYS, verify_run
 
     path, key = Path(arguments.certificate), Path(arguments.key or "")
-    inside = (path, path / "certificate.json", path / "public" / "certificate.json")
-    if key.is_file() and any(each.is_file() and each.samefile(key) for each in inside):
+    verified = RunFolder.find(path).named(path, "certificate.json")
+    if key.is_file() and verified.is_file() and key.samefile(verified):
         raise SordinoError(
             "--key: this is the certificate that is verified, and it cannot vouch for itself; give the fingerprint "
             "that its owner told you, or a file that you had from them before."

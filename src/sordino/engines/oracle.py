@@ -195,9 +195,10 @@ def compute(local: Local, ask: Any, broadcast: Broadcast, memory: Tree, cache: T
     try:
         message: Tree = local.compute(ask, broadcast, memory, cache)
     except (RuntimeError, TypeError, ValueError) as error:
-        if getattr(ask, "sealed", False) and re.search("meta|same device", str(error), re.IGNORECASE):
-            raise SordinoError(SEALED) from None
-        raise
+        told = isinstance(error, SordinoError) or not getattr(ask, "sealed", False)
+        if told or not re.search("meta|same device", str(error), re.IGNORECASE):
+            raise
+        raise SordinoError(SEALED) from None  # PyTorch refused a tensor without numbers
     if not held.holds:
         raise SordinoError(
             "compute: it writes to the broadcast, or to its memory, in place, as theta -= g does; what it writes would "
