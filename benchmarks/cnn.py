@@ -23,12 +23,14 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 EPSILON, ROUNDS, STEPS, BATCH, SEEDS = 8.0, 40, 5, 128, (1, 2, 3)
 MIDDLE = (20, 1000)  # clients, samples of each
 CELLS = (*((20, m) for m in (250, 1000, 2500)), *((n, 20_000 // n) for n in (5, 10, 40)))
-LRS = (0.1, 0.3, 1.0, 3.0)
+LRS = (0.1, 0.3, 1.0, 3.0, 10.0)
 K = {"steps": STEPS}
-METHODS: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
-    # name: keys, the option that is tuned, its values
+METHODS: dict[str, tuple[dict[str, Any], str, tuple[float | None, ...]]] = {
+    # name: keys, the option that is tuned, its values (None: its default)
+    "auto, not tuned": ({"method": "auto"}, "lr", (None,)),
     "FedSGD": ({"method": "fedsgd"}, "lr", LRS),
     "DP-FedAdam": ({"method": "dp-fedadam"}, "lr", (0.003, 0.01, 0.03, 0.1)),
+    "DP-FedAdam, scaled": ({"method": "dp-fedadam-scaled"}, "lr", (0.003, 0.01, 0.03, 0.1)),
     "DP-FedAvg, K = 5": ({"method": "dp-fedavg", **K}, "local_lr", LRS),
     "FedHybrid": ({"method": "fedhybrid", "local_steps": STEPS, "local_lr": 0.3}, "lr", LRS),
     "FedNewton-head": (
@@ -72,10 +74,11 @@ def load(part: str, data_dir: str, name: str) -> Any:
     return data._replace(x_train=data.x_train[keep], y_train=data.y_train[keep])
 
 
-def values(data: str, clients: int, options: dict[str, Any], option: str, value: float) -> dict[str, Any]:
+def values(data: str, clients: int, options: dict[str, Any], option: str, value: float | None) -> dict[str, Any]:
     shared = {"data": data, "model": "cnn", "clients": clients, "partition": "dirichlet:0.5", "epsilon": EPSILON}
     shared |= {"batch": f"poisson:{BATCH}"}
-    return {**shared, "rounds": ROUNDS, "clip": 1.0, **options, option: value}
+    clip = {} if options["method"] == "auto" else {"clip": 1.0}
+    return {**shared, "rounds": ROUNDS, **clip, **options} | ({} if value is None else {option: value})
 
 
 def run(arguments: argparse.Namespace) -> None:
