@@ -2,7 +2,8 @@
 
 `run DATA_DIR --device cuda`: samples per client and number of clients varied at one epsilon; each method's step chosen
 on validation records in the middle cell, then three seeds everywhere; median accuracy. `report` writes results/cnn.md.
-With `--data cifar10` the pictures are those of CIFAR-10, and the files cnn_cifar10.json and .md.
+With `--data cifar10` the pictures are those of CIFAR-10, and the files cnn_cifar10.json and .md. What the file --out
+holds already is not trained again.
 """
 
 from __future__ import annotations
@@ -82,10 +83,9 @@ def values(data: str, clients: int, options: dict[str, Any], option: str, value:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    began, out = (
-        time.perf_counter(),
-        {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data},
-    )
+    began, path = time.perf_counter(), arguments.out
+    before = json.loads(path.read_text()) if path.exists() and not arguments.quick else {}
+    out = {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data}
     jobs = [
         {
             "label": label,
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> None:
             short = 2 if "blocks" not in job["values"] else 20
             job["values"] |= {"rounds": short}
             job["at"] = [short]
-    out["tuning"] = fill(jobs, arguments, began)
+    out["tuning"] = fill(jobs, arguments, began, before.get("tuning", []))
     if arguments.quick:
         return
     chosen = {}
@@ -120,21 +120,31 @@ def run(arguments: argparse.Namespace) -> None:
         for label, (options, option, _) in METHODS.items()
         for seed in SEEDS
     ]
-    out["runs"] = fill(jobs, arguments, began, out)
-    out["seconds"] = time.perf_counter() - began
+    out["runs"] = fill(jobs, arguments, began, before.get("runs", []), out)
+    out["seconds"] = time.perf_counter() - began + before.get("seconds", 0.0)
     arguments.out.write_text(json.dumps(out, indent=1) + "\n")
 
 
-def fill(jobs: list[Any], arguments: argparse.Namespace, began: float, out: Any = None) -> list[dict[str, Any]]:
-    done = []
+def fill(
+    jobs: list[Any], arguments: argparse.Namespace, began: float, before: list[Any], out: Any = None
+) -> list[dict[str, Any]]:
+    """Train the jobs that are not among those of an earlier call; failed ones are tried again."""
+    about = ("label", "value", "clients", "samples", "seeds")
+    named = [{k: v for k, v in job.items() if k in about} for job in jobs]
+    done = [old for old in before if "scores" in old and {k: v for k, v in old.items() if k in about} in named]
+    known = [{k: v for k, v in old.items() if k in about} for old in done]
+    wanted = [k for k, name in enumerate(named) if name not in known]
     for number, result in train(
-        jobs, load, (arguments.folder, arguments.data), device=arguments.device, workers=arguments.workers
+        [jobs[k] for k in wanted],
+        load,
+        (arguments.folder, arguments.data),
+        device=arguments.device,
+        workers=arguments.workers,
     ):
-        job = {k: v for k, v in jobs[number].items() if k in ("label", "value", "clients", "samples", "seeds")}
         if "scores" in result:
             result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
-        done.append(job | result)
-        print(f"{time.perf_counter() - began:6.0f} s", job, result.get("scores", result), flush=True)
+        done.append(named[wanted[number]] | result)
+        print(f"{time.perf_counter() - began:6.0f} s", named[wanted[number]], result.get("scores", result), flush=True)
         if out is not None and number % 10 == 0:
             arguments.out.write_text(json.dumps(out | {"runs": done}, indent=1) + "\n")
     return done
@@ -167,7 +177,7 @@ def report(path: Path) -> str:
 
     by_samples = [cell for cell in CELLS if cell[0] == MIDDLE[0]]
     by_clients = sorted({*(cell for cell in CELLS if cell[0] * cell[1] == 20_000)})
-    chosen = "; ".join(f"{name} {value:g}" for name, value in document["chosen"].items())
+    chosen = "; ".join(f"{name} {value:g}" for name, value in document["chosen"].items() if value is not None)
     return "\n".join(
         [
             f"# CNN on {'MNIST' if data == 'mnist' else 'CIFAR-10'}, end to end",
