@@ -2,7 +2,6 @@
 
     python benchmarks/instructions.py prepare DATA_DIR FOLDER              # texts and a tokenizer, a few MB
     python benchmarks/instructions.py run FOLDER --device cuda --workers 8
-    python benchmarks/instructions.py run FOLDER --device cuda --large     # GPT-2's size, in a file of its own
     python benchmarks/instructions.py run FOLDER --smoke --out FILE.json   # a minute on a CPU
     python benchmarks/instructions.py report                               # the page alone
 
@@ -34,8 +33,6 @@ PRIVATE, LEAST_WORDS, GRAM, LENGTH, VOCABULARY = 12_000, 8, 4, 64, 6_000
 EPSILONS, SEEDS, ROUNDS, CLIENTS, BATCH = (2.0, 8.0, math.inf), (1, 2, 3), 100, 4, 64
 METHODS = ("auto", "dp-fedadam", "dp-fedadamw", "dp-fedavg")
 JUDGE, WRITE, KINDS = "is this positive or negative ? {}", "write a {} phrase", ("negative", "positive")
-SIZES = {False: {"n_embd": 256, "n_layer": 4, "n_head": 4}, True: {"n_embd": 768, "n_layer": 12, "n_head": 12}}
-LARGE_ROUNDS = 40  # of a model of GPT-2's size: two methods, one budget and one seed
 PASSES, PUBLIC_BATCH, PUBLIC_STEP = 12, 128, 1e-3
 SMOKE: dict[str, Any] = {"rounds": 2, "passes": 1, "rows": 300}
 
@@ -97,7 +94,7 @@ def table(path: Path, rows: list[tuple[str, int, str]]) -> None:
             writer.writerow((*pair, task, KINDS[kind]))
 
 
-def pretrain(folder: Path, device: str, large: bool, passes: int, rows: int | None) -> float:
+def pretrain(folder: Path, device: str, passes: int, rows: int | None) -> float:
     """A small GPT-2 of the public phrases, in the folder; its perplexity on every twentieth, which it does not see."""
     import torch
     from tokenizers import Tokenizer
@@ -112,7 +109,7 @@ def pretrain(folder: Path, device: str, large: bool, passes: int, rows: int | No
         ids[k, : len(row)] = torch.tensor(row)
     ids = ids.to(device)
     held, seen = ids[::20], ids[torch.arange(len(ids), device=device) % 20 != 0]
-    sizes: dict[str, Any] = {**SIZES[large], "n_positions": 2 * LENGTH}
+    sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 2 * LENGTH}
     config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=0, **sizes)
     model = GPT2LMHeadModel(config).to(device)
     steps = passes * (len(seen) // PUBLIC_BATCH)
@@ -186,26 +183,20 @@ def judged(model: Any, theta: Any, folder: str) -> list[float]:
 
 
 def run(words: argparse.Namespace) -> None:
-    folder, rounds = words.folder, SMOKE["rounds"] if words.smoke else LARGE_ROUNDS if words.large else ROUNDS
-    first = 1 if words.smoke else 2 if words.large else len(METHODS)
+    folder, rounds = words.folder, SMOKE["rounds"] if words.smoke else ROUNDS
     if words.smoke:
         cut(Path(folder), SMOKE["rows"])
-    public = pretrain(
-        Path(folder), words.device, words.large, *(SMOKE[key] if words.smoke else most for key, most in PRETRAINING)
-    )
+    public = pretrain(Path(folder), words.device, *(SMOKE[key] if words.smoke else most for key, most in PRETRAINING))
     jobs = [
         {"method": method, "epsilon": epsilon, "seeds": [seed], "at": [rounds], "part": "all"}
-        for epsilon in (EPSILONS[-1:] if words.smoke else EPSILONS[1:2] if words.large else EPSILONS)
-        for method in METHODS[:first]
-        for seed in (SEEDS[:1] if words.smoke or words.large else SEEDS)
+        for epsilon in (EPSILONS[-1:] if words.smoke else EPSILONS)
+        for method in (METHODS[:1] if words.smoke else METHODS)
+        for seed in (SEEDS[:1] if words.smoke else SEEDS)
     ]
     for job in jobs:
         job["values"] = {**spec(folder, words.device, rounds), "method": job["method"], "epsilon": job["epsilon"]}
     document: dict[str, Any] = {
-        "provenance": provenance(
-            f"python benchmarks/instructions.py run FOLDER --device {words.device}{' --large' * words.large}"
-        ),
-        "sizes": SIZES[words.large],
+        "provenance": provenance("python benchmarks/instructions.py run FOLDER --device " + words.device),
         "rounds": rounds,
         "public_perplexity": round(public, 1),
         "public_phrases": len((Path(folder) / "public.txt").read_text(encoding="utf-8").splitlines()),
@@ -242,13 +233,6 @@ def cut(folder: Path, rows: int) -> None:
     path.write_text("\n".join(path.read_text(encoding="utf-8").splitlines()[: rows + 1]) + "\n", encoding="utf-8")
 
 
-LESSON = (
-    "Tuning teaches the form of the answers at every ε: perplexities fall by orders of magnitude. Which judgement is "
-    "right it hardly teaches, even without noise: this model knows too little of the words. At ε = 2 `auto` has the "
-    "lowest perplexities; later the others are level or ahead."
-)
-
-
 def page(document: dict[str, Any]) -> str:
     """The page, from the JSON alone."""
 
@@ -260,11 +244,7 @@ def page(document: dict[str, Any]) -> str:
         spread = statistics.stdev(scores) if len(scores) > 1 else 0.0
         return f"{statistics.mean(scores):.{digits[k]}f} ± {spread:.{digits[k]}f}"
 
-    sizes = document.get("sizes", SIZES[False])
     digits = (2, 0, 1)
-    epsilons = [e for e in EPSILONS if any(job["epsilon"] == str(e) for job in document["runs"])]
-    methods = [m for m in METHODS if any(job["method"] == m for job in document["runs"])]
-    seeds = len({seed for job in document["runs"] for seed in job["seeds"]})
     titles = ("Perplexity of judgements", "Perplexity of phrases", "Right judgements, in %")
     lines = [
         "# Instruction tuning on phrases of SST-2",
@@ -274,22 +254,24 @@ def page(document: dict[str, Any]) -> str:
         "whether a phrase is positive or negative, half ask for a phrase of one kind. One record is one instruction "
         f"with its answer. Adapters of rank 16, {document['rounds']} rounds, Poisson minibatches of {BATCH} per "
         "client, untrusted server, replace-one, δ = 1e-5; all methods with their defaults, for which "
-        f"`auto` takes five minibatches per round. Mean ± standard deviation of {seeds} seeds, on the "
+        f"`auto` takes five minibatches per round. Mean ± standard deviation of {len(SEEDS)} seeds, on the "
         "development sentences: 872 instructions of each kind.",
         "",
-        f"The model before is a GPT-2 of {sizes['n_layer']} layers and {sizes['n_embd']} features, trained without "
-        f"privacy on {document['public_phrases']:,} phrases taken to be public, which share no four consecutive words "
-        f"with the others (perplexity {document['public_perplexity']:g} on phrases it has not seen). It has never read an "
-        "instruction. It has read far less than models that people tune, so read the figures against each other.",
+        "The model before is a GPT-2 of 4 layers and 256 features, trained without privacy on "
+        f"{document['public_phrases']:,} phrases taken to be public, which share no four consecutive words with the "
+        f"others (perplexity {document['public_perplexity']:g} on phrases it has not seen). It has never read an "
+        "instruction. It is far smaller than models that people tune, so read the figures against each other.",
         "",
-        *([LESSON] if sizes == SIZES[False] else []),
+        "Tuning teaches the form of the answers at every ε: perplexities fall by orders of magnitude. Which judgement "
+        "is right it hardly teaches, even without noise: this model knows too little of the words. At ε = 2 `auto` has "
+        "the lowest perplexities; later the others are level or ahead.",
     ]
     for k, title in enumerate(titles):
         start = document["before"][k] * (100 if k == 2 else 1)
-        head = ["method", *("without noise" if math.isinf(e) else f"ε = {e:g}" for e in epsilons)]
+        head = ["method", *("without noise" if math.isinf(e) else f"ε = {e:g}" for e in EPSILONS)]
         lines += ["", f"## {title}", "", f"Before tuning: {start:,.{digits[k]}f}.", ""]
         lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-        lines += [f"| `{m}` | " + " | ".join(cell(m, e, k) for e in epsilons) + " |" for m in methods]
+        lines += [f"| `{m}` | " + " | ".join(cell(m, e, k) for e in EPSILONS) + " |" for m in METHODS]
     return "\n".join([*lines, ""])
 
 
@@ -300,10 +282,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="two rounds of one method; it shortens the private file")
-    parser.add_argument("--large", action="store_true", help="a model of GPT-2's size, for two methods and one budget")
-    parser.add_argument("--out", type=Path, help="results/instructions.json, or results/instructions_large.json")
+    parser.add_argument("--out", type=Path, default=OUT)
     words = parser.parse_args()
-    words.out = words.out or (OUT.with_stem("instructions_large") if words.large else OUT)
     if words.what == "prepare":
         prepare(words.folder[0], Path(words.folder[1]))
         return
