@@ -260,8 +260,12 @@ def _result(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     from sordino.cli.run import quality
 
     others = quality(metrics, metrics["constant"])
-    said = " ".join(line for _, line in others)
-    rest = {key: metrics.get(key) for key, (name, _) in sentences.MEASURED.items() if name not in said}
+    said = tuple(part for _, line in others for part in line.split(", "))
+    rest = {
+        key: metrics.get(key)
+        for key, (name, _) in sentences.MEASURED.items()
+        if not any(part.startswith(f"{name} ") for part in said)
+    }
     where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
     return [("result", f"{sentences.measured(rest)} {where}".strip()), *others]
 

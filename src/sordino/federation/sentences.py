@@ -13,7 +13,9 @@ def score(line: dict[str, Any]) -> str:
 
 MEASURED = {  # of a model: how each metric is written, in the order of the line
     "accuracy": ("accuracy", ".1%"),
+    "balanced_accuracy": ("balanced accuracy", ".1%"),
     "auc": ("AUC", ".3f"),
+    "macro_auc": ("mean AUC", ".3f"),
     "concordance": ("concordance", ".3f"),
     "r2": ("R²", ".3f"),
     "d2": ("share of deviance explained", ".3f"),
