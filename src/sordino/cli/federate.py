@@ -328,7 +328,9 @@ def _add_init(parts: Any) -> None:
     parser.add_argument(
         "--schema", metavar="FILE", help="the schema.toml of the tables, in place of --features and --classes"
     )
-    parser.add_argument("--method", default="dp-fedsofim", metavar="X", help="method (default: dp-fedsofim)")
+    parser.add_argument(
+        "--method", metavar="X", help="method (default: auto; dp-fedsofim for numbers without a schema)"
+    )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="number of rounds (default: 20)")
     parser.add_argument(
         "--epsilon", type=float, default=8.0, metavar="X", help="privacy budget of the run (default: 8)"

@@ -23,16 +23,17 @@ from sordino.training.folder import SCHEMA
 
 SPEC_TEMPLATE = """\
 # What is trained, and how private it is. Every site reads this file and decides whether to take part.
-method = "{method}"
+{reason}method = "{method}"
 rounds = {rounds}
 epsilon = {epsilon}
 delta = 1e-5
 trust = "{trust}"
 """
-DEFAULT_METHOD = "dp-fedsofim"
-DEFAULT_REASON = (
-    '# "auto" needs no tuning; this method is the default because it learns numbers without a schema too.\n'
-)
+AUTO, OF_NUMBERS = "auto", "dp-fedsofim"  # the methods that `init` proposes
+REASONS = {
+    AUTO: '# "auto" has nothing to tune: its steps follow from public numbers, a noised covariance and the noise.\n',
+    OF_NUMBERS: '# "auto", which needs no tuning, learns numbers only within the public range of a schema.\n',
+}
 FEDERATION = """\
 # The sites that the coordinator waits for, and the public shape of their data.
 sites = {sites}
@@ -46,7 +47,7 @@ data = "{data}"          # .csv, .parquet or .npz; a path is relative to this fi
 {described}epsilon = {epsilon}      # limit over all runs of this site, stored in ledger.db
 delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site counts less
-# methods = ["dp-fedsofim"]
+# methods = ["auto"]
 # trust = ["secure-aggregation"]
 # ask = true   # a person approves every run: sordino federate approve site.toml
 # most_studies = 1   # runs that are open at a time; others wait in a queue
@@ -99,7 +100,7 @@ def init(
     features: int | None = None,
     classes: Sequence[str] = (),
     schema: Path | None = None,
-    method: str = DEFAULT_METHOD,
+    method: str | None = None,
     rounds: int = 20,
     epsilon: float = 8.0,
     trust: str = "secure-aggregation",
@@ -117,7 +118,7 @@ def init(
       features: number of columns without the label; a schema has it.
       classes: the labels; none if the label is a number, or a schema has them.
       schema: the schema of the tables, which is copied into the folder.
-      method: name of the method.
+      method: name of the method; None for auto, and without classes and a schema for one that learns numbers.
       rounds: number of rounds.
       epsilon: privacy budget of the run.
       trust: secure-aggregation or untrusted-server.
@@ -153,12 +154,15 @@ def init(
         raise SordinoError("trim: under masks nobody sees single messages; use --trust untrusted-server.")
     if schema is not None and classes:
         raise SordinoError("classes: the schema has them; leave classes out.")
+    reason = ""
+    if method is None:
+        method = AUTO if classes or schema is not None else OF_NUMBERS
+        reason = REASONS[method]
     shape = f"features = {features}\nclasses = {json.dumps(list(classes))}\n"
     if schema is not None:
         shape = f'schema = "{SCHEMA}"   # of the tables of all sites; it has the features and the classes\n'
     texts = {
-        "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
-        + (DEFAULT_REASON if method == DEFAULT_METHOD else "")
+        "spec.toml": SPEC_TEMPLATE.format(reason=reason, method=method, rounds=rounds, epsilon=epsilon, trust=trust)
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
