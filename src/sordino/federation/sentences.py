@@ -180,7 +180,10 @@ def _reached(line: dict[str, Any]) -> str:
             f"coordinator's nodes/{line.get('site', 'NAME')}.pub, and run `sordino federate doctor "
             f"{line.get('file', 'SITE.toml')}`"
         ),
-        "silent": f"nobody answers at {link}; trying again",
+        "silent": (
+            f"nobody answers at {link} yet: this site waits for the coordinator, which has not started or is done. If "
+            "it runs, check --link, and whether a firewall is between"
+        ),
         "unsigned": (
             "the certificate of the link was not signed by this authority; ask the coordinator for its "
             "tls/authority.pem"
