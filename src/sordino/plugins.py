@@ -211,13 +211,12 @@ def fault_of(error: BaseException) -> str:
     Returns:
       Name, function, file, line and error, as a sentence.
     """
-    by_module = {}
+    by_module: dict[str, list[str]] = {}
     for plugin in _loaded.values():
-        names = by_module.setdefault(plugin.point.module.partition(".")[0], [])
-        names.append(f"{plugin.group.removeprefix('sordino.').removesuffix('s')} {plugin.name}")
-    calls = [*traceback.walk_tb(error.__traceback__)]
-    for frame, line in reversed(calls):
-        if names := by_module.get(str(frame.f_globals.get("__name__")).partition(".")[0]):
+        kind = plugin.group.removeprefix("sordino.").removesuffix("s")
+        by_module.setdefault(plugin.point.module.partition(".")[0], []).append(f"{kind} {plugin.name}")
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if names := by_module.get(str(frame.f_globals.get("__name__")).partition(".")[0], []):
             code = frame.f_code
             return (
                 f"{' or '.join(names)}: {code.co_qualname} failed at line {line} of {code.co_filename} "

@@ -367,16 +367,13 @@ def _classes(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     some = [row for row in rows if row["recall"] is not None]
     if len(rows) > MOST_CLASSES:
         some = sorted(some, key=lambda row: row["recall"])[:FEWEST_CLASSES]
-    lines = [
-        ("class", f"{printable(str(row['class']))}: recall {row['recall']:.1%}, AUC {_area(row['auc'])}") for row in some
-    ]
+    lines = []
+    for row in some:
+        area = "not defined" if row["auc"] is None else f"{row['auc']:.4g}"
+        lines.append(("class", f"{printable(str(row['class']))}: recall {row['recall']:.1%}, AUC {area}"))
     if left := len(rows) - len(some):
         lines.append(("class", f"{left} more, which --json lists, are found more often or have no test records"))
     return lines
-
-
-def _area(value: float | None) -> str:
-    return "not defined" if value is None else f"{value:.4g}"
 
 
 def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:

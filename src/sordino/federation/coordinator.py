@@ -451,9 +451,7 @@ class Coordinator:
         if self._test is None or not len(self._test[1]):
             return {}
         x, y = self._test
-        whole = evaluate_fully(
-            self.model, model, x, y, counts=False, unit=self._unit, classes=self.terms.classes
-        )
+        whole = evaluate_fully(self.model, model, x, y, counts=False, unit=self._unit, classes=self.terms.classes)
         task = task_of(self.model)
         constant = of_constant(task, y.numpy() * self._unit if task is Task.COUNTS else y.numpy())
         return {"metrics": {**whole, "constant": constant, "records": len(y)}}

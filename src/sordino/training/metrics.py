@@ -387,7 +387,7 @@ def _log_odds_of_each(z: np.ndarray) -> np.ndarray:
     np.put_along_axis(others, top, -np.inf, -1)
     rest = np.logaddexp.reduce(others, -1, keepdims=True)
     share = z - np.logaddexp(best, rest)  # the logarithm of the probability
-    odds = share - np.log1p(-np.exp(share))
+    odds: np.ndarray = share - np.log1p(-np.exp(share))
     np.put_along_axis(odds, top, best - rest, -1)
     return odds
 

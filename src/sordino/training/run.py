@@ -535,9 +535,7 @@ def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
     x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
     counts = run.plan.privacy.unit.sizes_public
     threshold, data = run.resolved.spec.threshold, run.dataset
-    return evaluate_fully(
-        run.model, theta.to(x), x, y, threshold, counts=counts, unit=data.unit, classes=data.classes
-    )
+    return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=data.unit, classes=data.classes)
 
 
 def _final_model(run: PreparedRun, out: Path) -> Tensor | None:
