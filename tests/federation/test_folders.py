@@ -37,7 +37,10 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
     words = ["federate", "init", str(made), "--sites", "a,b,c", "--features", "5", "--classes", "0,1"]
     assert main(words) == 0
     assert {path.name for path in made.iterdir()} >= {"spec.toml", "federation.toml", "README.md", "nodes"}
-    assert "sordino federate coordinate" in (made / "README.md").read_text()
+    page = (made / "README.md").read_text()
+    steps = ("keys NAME SITE_FOLDER --data FILE --label COLUMN --classes 0,1 --limit 8", "nodes/NAME.pub", "doctor SITE")
+    places = [page.index(step) for step in (*steps, "coordinate", "authority.pem`; send", "join", "ledger show")]
+    assert sorted(places) == places, "the steps stand in the order in which they are done"
     assert main(words) == 2  # not empty
     for more, why in (
         (
@@ -108,6 +111,10 @@ def test_a_schema_takes_the_place_of_features_classes_and_label(tmp_path, capsys
     assert main([*words, "--schema", str(schema)]) == 0
     config = FederationConfig.read(study / "federation.toml")
     assert (config.features, config.classes) == (len(known.features), known.classes)
+    page = (study / "README.md").read_text()
+    assert "--data FILE --schema schema.toml --limit 8" in page
+    assert "send this page with `spec.toml` and `schema.toml` to the sites" in page
+    assert "--label" not in page
     assert main(["federate", "keys", "north", str(site), "--schema", str(schema)]) == 0
     mine = SiteConfig.read(site / "site.toml")
     assert (mine.label, mine.classes) == (known.target.column, known.classes)
