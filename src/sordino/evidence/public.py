@@ -267,7 +267,10 @@ KEPT_BY_A_PARTY = (
     ),
     *("offers", "offers.json", "pending", "progress.jsonl", "secret", "survivors-*.json"),
 )
-ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
+ADAPTER = (
+    "adapter/ (transformers): the adapters of model.safetensors in another format, settings, and of the public weights "
+    "that training began with the name (of a folder without its path), the class and a hash."
+)
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
     "secure.dropouts": SETTING,
     "secure.colluders": SETTING,

@@ -71,9 +71,9 @@ Check `spec.toml` and `federation.toml`, and send this page with {sent} to the s
 
     sordino federate keys NAME SITE_FOLDER --data FILE {described} --limit {epsilon:g}
 
-NAME is one of the names above, FILE this site's own table{column}. `--limit` is the epsilon that all runs of this site may
-spend together; this run costs {epsilon:g}. The command creates keys, writes `SITE_FOLDER/site.toml` and prints the site's
-public card. Check `site.toml`, and send the card and `SITE_FOLDER/node.pub` to the coordinator.
+NAME is one of the names above, FILE this site's own table{column}. `--limit` is the epsilon that all runs of this site
+may spend together; this run costs {epsilon:g}. The command creates keys, writes `SITE_FOLDER/site.toml` and prints the
+site's public card. Check `site.toml`, and send the card and `SITE_FOLDER/node.pub` to the coordinator.
 
 ## 3. At the coordinator: the roster
 
@@ -104,8 +104,8 @@ When all sites have joined, the coordinator trains. After a stop or a failure, t
 ## 7. Afterwards
 
 At the coordinator `run/` holds `model.safetensors`, `certificate.json` and `statement.md`; at each site
-`SITE_FOLDER/runs/` holds its own signed certificate and statement, and `sordino ledger show SITE_FOLDER/ledger.db` prints
-what was spent. For another run, rename `run/` first.
+`SITE_FOLDER/runs/` holds its own signed certificate and statement, and `sordino ledger show SITE_FOLDER/ledger.db`
+prints what was spent. For another run, rename `run/` first.
 """
 
 
