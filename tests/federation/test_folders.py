@@ -38,14 +38,9 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
     assert main(words) == 0
     assert {path.name for path in made.iterdir()} >= {"spec.toml", "federation.toml", "README.md", "nodes"}
     page = (made / "README.md").read_text()
-    steps = (
-        "keys NAME SITE_FOLDER --data FILE --label COLUMN --classes 0,1 --limit 8",
-        "nodes/NAME.pub",
-        "doctor SITE",
-    )
-    places = [
-        page.index(step) for step in (*steps, "coordinate", "authority.pem`; send", "federate join", "ledger show")
-    ]
+    steps = ("--data FILE --label COLUMN --classes 0,1 --limit 8", "nodes/NAME.pub", "doctor SITE", "federate coord")
+    steps += ("authority.pem`; send", "federate join", "ledger show")
+    places = [page.index(step) for step in steps]
     assert sorted(places) == places, "the steps stand in the order in which they are done"
     assert main(words) == 2  # not empty
     for more, why in (
