@@ -570,7 +570,7 @@ def test_a_draft_proposes_the_column_of_the_person_and_tells_repeated_ids_on_the
     assert (tmp_path / "s.toml").read_text() == text
 
 
-@pytest.mark.parametrize("name", ["impatient", "patient_age", "numbers_of_persons", "key", "casemix"])
+@pytest.mark.parametrize("name", ["impatient", "patient_age", "persons", "key", "casemix"])
 def test_a_draft_takes_no_other_column_for_a_person(tmp_path, name):
     text, _ = draft(write(tmp_path, f"age,{name}\n50,1\n51,2\n"))
     assert "# person = " not in text

@@ -628,7 +628,7 @@ def test_files_name_their_base_and_no_path(tmp_path, path, commit, name):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == name
     page = (tmp_path / "README.md").read_text()
-    assert f"base_model: {name}\n" in page
+    assert f'base_model: "{name}"\n' in page
     assert f"SHA-256 of its parameters: `{base_sha256(module)}`" in page
     assert not any(b"secret-project" in file.read_bytes() for file in tmp_path.iterdir())
 

@@ -63,7 +63,7 @@ IDENTIFIERS = re.compile(
 )
 # Columns whose name is that of a person's id: a person by a word and by what stands for one, or a usual abbreviation.
 PERSONS = re.compile(
-    r"(?i:^(?:patient|person)s?$|^(?:patient|person|subject|participant|proband|member)[\W_]*"
+    r"(?i:^(?:patient|person)$|^(?:patient|person|subject|participant|proband|member)[\W_]*"
     r"(?:id|uid|uuid|nbr|nr|no|num|number|key|code)$|(?:^|[\W_])(?:mrn|ssn)$)"
 )
 EPOCH = date(1970, 1, 1)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, check_known
+from sordino.foreign import printable
 from sordino.models import outer
 from sordino.models.per_example import RULES, Mask, Tape, linear, tape
 from sordino.models.pretrained import LORA_VARIANTS
@@ -44,7 +45,7 @@ CONFIG, WEIGHTS, PAGE = "adapter_config.json", "adapter_model.safetensors", "REA
 BASE_SHA256 = "base_sha256"  # in the metadata of WEIGHTS
 README = """\
 ---
-base_model: {name}
+base_model: {quoted}
 library_name: peft
 ---
 # Adapters for {name}
@@ -516,7 +517,8 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: part.reshape(shape).contiguous() for (key, shape), part in zip(places, parts, strict=True)}
-    about = {"name": base_name(module), "sha256": base_sha256(module), **base_of(module)}
+    name = printable(base_name(module))
+    about = {"name": name, "quoted": json.dumps(name), "sha256": base_sha256(module), **base_of(module)}
     save_file(fixed | tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_SHA256: about["sha256"]})
     text = README.format(**about, heads=" and a trained head" if heads else "")
     (folder / PAGE).write_text(text, encoding="utf-8")

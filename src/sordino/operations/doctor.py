@@ -12,6 +12,7 @@ from sordino import files
 from sordino.core import Trust
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
 from sordino.evidence.ledger import ANY_CHOICE, Ledger
+from sordino.evidence.spent import Charge
 from sordino.federation import promises
 from sordino.federation import tls as link_files
 from sordino.federation.config import FederationConfig, SiteConfig
@@ -238,7 +239,11 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
         if terms is not None and (cost := _cost(config, terms)) > config.epsilon:
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
-    entries = promises.of_open_studies(config)
+    entries: list[Charge] = []
+    try:
+        entries = promises.of_open_studies(config)
+    except SordinoError as error:
+        yield Check(False, "runs", f"{error} What open studies were promised is not known")
     with Ledger(path, read_only=True) as ledger:
         found = list(_ledger(site, ledger))
         yield from found
