@@ -110,6 +110,27 @@ def test_a_model_that_mixes_records_fails_the_check(outside):
     assert not listed(outside, "model")["mixing"]["checked"]
 
 
+def test_an_error_in_a_rule_from_outside_names_the_method_and_the_line(outside):
+    code = outside.folder / "packages" / "sordino_example.py"
+    text = code.read_text()
+    code.write_text(text.replace("(-lr / (1 + t) * g, state)", "({}['gone'], state)"))
+    line = next(k for k, line in enumerate(code.read_text().splitlines(), 1) if "{}['gone']" in line)
+    for words in (("run", "--method", "dp-halved", "--set", "uncertified=true"), ("check", "dp-halved")):
+        failed = outside(*words)
+        assert failed.returncode == 2
+        assert "Traceback" not in failed.stderr
+        assert f"method dp-halved: halved.<locals>.<lambda> failed at line {line} of {code}" in failed.stderr
+        assert "(KeyError: 'gone'); mend it there." in failed.stderr
+
+
+def test_an_error_elsewhere_is_not_blamed_on_code_from_outside():
+    from sordino import plugins
+
+    with pytest.raises(KeyError) as raised:
+        {}["ours"]
+    assert plugins.fault_of(raised.value) == ""
+
+
 def test_an_external_transport_is_used(outside):
     done = outside("federate", "coordinate", "study", "--transport", "example", "--port", "8123")
     assert done.returncode == 2
@@ -181,6 +202,12 @@ def text(features: int, classes: int):
     return "a network"
 
 
+def stepwise(*, unit="record", clip: float = 1.0):
+    raise NotImplementedError
+
+
+from sordino.methods import MethodEntry
+ENTRY = MethodEntry(stepwise, "example", "no paper")
 number = 3
 """
 
@@ -279,6 +306,16 @@ def test_own_code_is_refused_as_in_python(own, function, message):
     plugins.allow(f"own_nets:{function}")
     with pytest.raises(SordinoError, match=message):
         registry.build(f"own_nets:{function}", 64, 3)
+
+
+@pytest.mark.parametrize(
+    "words", [("run", "--method", "own_nets:stepwise"), ("check", "own_nets:stepwise"), ("check", "own_nets:ENTRY")]
+)
+def test_a_method_that_is_named_by_module_and_function_is_told_how_to_be_registered(own, words, capsys):
+    assert sordino(*words) == 2
+    told = capsys.readouterr().err
+    assert f"method: '{words[-1]}' is a module and a function, which --model takes and --method does not" in told
+    assert f'[project.entry-points."sordino.methods"] and the line dp-mine = "{words[-1]}"' in told
 
 
 def test_own_code_starts_from_the_public_seed(own):

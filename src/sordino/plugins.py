@@ -39,6 +39,7 @@ import json
 import os
 import re
 import sys
+import traceback
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,7 @@ MODELS = "sordino.models"
 TRANSPORTS = "sordino.transports"
 OWN_MODEL = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*")  # module:function
 _allowed: dict[str, Plugin] = {}  # code of the user's own that this process may import, by name
+_loaded: dict[str, Plugin] = {}  # what this process imported, by name
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -81,7 +83,9 @@ class Plugin(NamedTuple):
     def load(self) -> Any:
         """What the entry point names. Whatever its import raises becomes one line that names the package."""
         try:
-            return self.point.load()
+            loaded = self.point.load()
+            _loaded[self.name] = self
+            return loaded
         except Exception as error:
             remedy = "check the names of module and function" if self.own else "update or uninstall the package"
             raise SordinoError(
@@ -186,6 +190,39 @@ def _of_code(name: str, folder: str) -> Plugin:
     return Plugin(
         name, MODELS, *((packages[0], version(packages[0])) if packages else (top, "")), EntryPoint(name, name, MODELS)
     )
+
+
+def not_registered(name: str) -> str:
+    """What to do with a method that is named by module and function."""
+    return (
+        f"method: '{name}' is a module and a function, which --model takes and --method does not. A method needs an "
+        'entry point: write [project.entry-points."sordino.methods"] and the line '
+        f'dp-mine = "{name}" into the pyproject.toml of a package, with the name that your Method has for dp-mine; run '
+        "pip install -e . there, and then sordino check dp-mine (docs/how-to/own-package.md)."
+    )
+
+
+def fault_of(error: BaseException) -> str:
+    """Which method or model from outside raised an error, and where; empty if no code of theirs was running.
+
+    Args:
+      error: what was raised and caught; its traceback is read.
+
+    Returns:
+      Name, function, file, line and error, as a sentence.
+    """
+    by_module: dict[str, list[str]] = {}
+    for plugin in _loaded.values():
+        kind = plugin.group.removeprefix("sordino.").removesuffix("s")
+        by_module.setdefault(plugin.point.module.partition(".")[0], []).append(f"{kind} {plugin.name}")
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        if names := by_module.get(str(frame.f_globals.get("__name__")).partition(".")[0], []):
+            code = frame.f_code
+            return (
+                f"{' or '.join(names)}: {code.co_qualname} failed at line {line} of {code.co_filename} "
+                f"({type(error).__name__}: {error}); mend it there."
+            )
+    return ""
 
 
 def state() -> Path:

@@ -131,7 +131,23 @@ def test_a_loose_quote_hides_no_other_record(tmp_path, cell):
     """The mutant: all records below the one with the cell are gone."""
     path = tmp_path / "t.csv"
     path.write_text(f'x,y,note\n1,0,"b"\n2,1,{cell}\n' + '3,0,""\n' * 20)
-    with pytest.raises(SordinoError, match="a quote that neither begins nor ends a cell"):
+    with pytest.raises(SordinoError, match=r"line 3 of .* (has a quote that neither|begins a quoted cell that)"):
+        open_table(path)
+
+
+@pytest.mark.parametrize(
+    ("rest", "message"),
+    [
+        ('5,"6"\n"7",8\n', "line 3 of .* does not end, or line 4 has a quote in the middle of it; end it"),
+        ("5,6\n7,8\n", "line 3 of .* begins a quoted cell that does not end; end it with a quote"),
+        ('5,""\n7,8\n', "line 3 of .* does not end; end"),
+        ('5,6\n"""7,8\n', "line 3 of .* does not end, or line 5 has a quote"),
+    ],
+)
+def test_a_quote_that_is_not_closed_is_told_by_the_line_that_opened_it(tmp_path, rest, message):
+    path = tmp_path / "t.csv"
+    path.write_text('x,note\n1,"a ""b"" c"\n3,"4\n' + rest)
+    with pytest.raises(SordinoError, match=message):
         open_table(path)
 
 

@@ -1,6 +1,7 @@
 """The public schema: what a record becomes, which files it reads, and what it refuses."""
 
 import gzip
+import json
 import lzma
 import re
 import tomllib
@@ -547,6 +548,62 @@ def test_a_draft_drops_what_is_called_like_an_id_or_a_person(tmp_path):
     types = {name: column["type"] for name, column in tomllib.loads(text)["columns"].items()}
     assert [name for name, kind in types.items() if kind == "drop"] == ids
     assert f"{', '.join(ids)}, so type" in looked[1]
+
+
+@pytest.mark.parametrize("name", ["patient_nbr", "PatientID", "subject no", "patient", "mrn", "person-id"])
+def test_a_draft_proposes_the_column_of_the_person_and_tells_repeated_ids_on_the_screen(tmp_path, capsys, name):
+    path = write(tmp_path, f"age,{name}\n50,a\n51,a\n52,b\n53,\n54,a\n")
+    text, looked = draft(path)
+    assert f'# person = "{name}"' in text
+    assert tomllib.loads(text)["columns"][name] == {"type": "drop"}
+    assert "2 of 4 records repeat one" in looked[-1]
+    assert "2 of 4" not in text, "the draft may leave"
+    other, looked = draft(write(tmp_path, f"age,{name}\n50,a\n51,b\n", "other.csv"))
+    assert other == text, "nothing in it depends on the ids"
+    assert "none of 2 stands twice" in looked[-1]
+    values = tomllib.loads(text.replace("# person =", "person ="))
+    values |= {"client": None, "target": {"column": "died", "levels": ["no", "yes"]}}
+    values["columns"]["age"] = {"type": "number", "range": [0, 100]}
+    assert Schema.of(values).person == name, "the line stands where the schema reads it"
+    assert main(["schema", "draft", str(path), "--out", str(tmp_path / "s.toml")]) == 0
+    assert "2 of 4 records repeat one" in capsys.readouterr().err
+    assert (tmp_path / "s.toml").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["impatient", "patient_age", "persons", "key", "casemix"])
+def test_a_draft_takes_no_other_column_for_a_person(tmp_path, name):
+    text, _ = draft(write(tmp_path, f"age,{name}\n50,1\n51,2\n"))
+    assert "# person = " not in text
+    assert tomllib.loads(text)["columns"][name]["type"] == "number"
+
+
+def test_unknown_levels_end_no_run_and_are_counted_for_the_owner(tmp_path, capsys):
+    rows = ["low,a,n", "tiny,a,j", "high,zz,n", "[red]tiny,b,j", ",b,n", "tiny,a,n", *(f"t{k},a,n" for k in range(6))]
+    path = write(tmp_path, "\n".join(["dose,ward,y", *rows]) + "\n")
+    columns = {
+        "dose": {"type": "ordinal", "levels": ["low", "mid", "high"]},
+        "ward": {"type": "category", "levels": ["a", "b"]},
+    }
+    schema = Schema.of({"columns": columns, "target": {"column": "y", "levels": ["n", "j"]}})
+    (tmp_path / "s.toml").write_text(schema.toml())
+    x = schema.open(path).x
+    assert x[1].tolist() == [0, 1, 1, 0, 0, 0], "an unknown level of an ordinal counts as missing"
+    assert x[2].tolist() == [1, 0, 0, 0, 1, 0], "one of a category as other"
+    found = schema.unlisted(path)
+    assert found["dose"]["tiny"] == 2
+    assert next(iter(found["dose"])) == "tiny", "the most frequent first"
+    assert found["ward"] == {"zz": 1}
+    assert main(["schema", "check", str(tmp_path / "s.toml"), str(path)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "unlisted dose: 9 cells are none of its levels (tiny 2, [red]tiny 1," in told
+    assert "and 3 others); each counts as missing. (This line comes from the records: do not publish it.)" in told
+    assert "unlisted ward: 1 cell is none of its levels (zz 1); each counts as other." in told
+    assert main(["schema", "check", str(tmp_path / "s.toml"), str(path), "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["unlisted"] == found
+    (tmp_path / "t.csv").write_text("dose,ward,y\nlow,a,n\nmid,,j\n")
+    assert schema.unlisted(tmp_path / "t.csv") == {}
+    says = {name: text for name, text, _ in schema.explain()}
+    assert "any other level counts as missing" in says["dose"]
 
 
 def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):

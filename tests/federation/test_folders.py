@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,11 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
     words = ["federate", "init", str(made), "--sites", "a,b,c", "--features", "5", "--classes", "0,1"]
     assert main(words) == 0
     assert {path.name for path in made.iterdir()} >= {"spec.toml", "federation.toml", "README.md", "nodes"}
-    assert "sordino federate coordinate" in (made / "README.md").read_text()
+    page = (made / "README.md").read_text()
+    steps = ("--data FILE --label COLUMN --classes 0,1 --limit 8", "nodes/NAME.pub", "doctor SITE", "federate coord")
+    steps += ("authority.pem`; send", "federate join", "ledger show")
+    places = [page.index(step) for step in steps]
+    assert sorted(places) == places, "the steps stand in the order in which they are done"
     assert main(words) == 2  # not empty
     for more, why in (
         (
@@ -56,12 +61,21 @@ def test_init_writes_a_folder_and_refuses_what_cannot_be(tmp_path, capsys):
         shutil.rmtree(tmp_path / "other", ignore_errors=True)
 
 
-def test_init_says_why_its_method_is_not_auto_and_auto_needs_classes_or_a_schema(tmp_path, capsys):
-    words = ["federate", "init", "--sites", "a,b,c", "--features", "5"]
-    for name, more, noted in (("n", [], True), ("c", ["--method", "auto", "--classes", "0,1"], False)):
+def test_init_proposes_auto_where_it_works_and_says_why(tmp_path, capsys):
+    words = ["federate", "init", "--sites", "a,b,c"]
+    shape, heart = ["--features", "5"], Path(__file__).parents[2] / "examples" / "schemas" / "heart_disease.toml"
+    for name, more, method, why in (
+        ("numbers", shape, "dp-fedsofim", "learns numbers only within the public range of a schema"),
+        ("classes", [*shape, "--classes", "0,1"], "auto", "has nothing to tune"),
+        ("table", ["--schema", str(heart)], "auto", "has nothing to tune"),
+        ("asked", [*shape, "--classes", "0,1", "--method", "dp-fedgd"], "dp-fedgd", ""),
+    ):
         assert main([*words, *more, str(tmp_path / name)]) == 0
-        assert ("without a schema" in (tmp_path / name / "spec.toml").read_text()) == noted
-    assert main([*words, "--method", "auto", str(tmp_path / "a")]) == 2
+        text = (tmp_path / name / "spec.toml").read_text()
+        assert tomllib.loads(text)["method"] == method
+        assert why in text
+        assert ("auto" in text) == bool(why)
+    assert main([*words, *shape, "--method", "auto", str(tmp_path / "a")]) == 2
     assert "auto learns a quantity within a public range" in capsys.readouterr().err
 
 
@@ -98,6 +112,10 @@ def test_a_schema_takes_the_place_of_features_classes_and_label(tmp_path, capsys
     assert main([*words, "--schema", str(schema)]) == 0
     config = FederationConfig.read(study / "federation.toml")
     assert (config.features, config.classes) == (len(known.features), known.classes)
+    page = (study / "README.md").read_text()
+    assert "--data FILE --schema schema.toml --limit 8" in page
+    assert "send this page with `spec.toml` and `schema.toml` to the sites" in page
+    assert "--label" not in page
     assert main(["federate", "keys", "north", str(site), "--schema", str(schema)]) == 0
     mine = SiteConfig.read(site / "site.toml")
     assert (mine.label, mine.classes) == (known.target.column, known.classes)

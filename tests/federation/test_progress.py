@@ -67,3 +67,19 @@ def test_a_line_that_a_full_disk_cut_off_is_left_out(tmp_path):
     path.write_text('{"what": "waiting"}\n{"what": "rou\n{"what": "round"}\n{"what": "fini')
     assert [line["what"] for line in parsed(read_lines(path))] == ["waiting", "round"]
     assert count_lines(path) == 3
+
+
+def test_a_refusal_that_ends_a_run_is_printed_once(capsys):
+    from sordino.cli.federate import _shown
+
+    refused = {"what": "refused", "kind": "agreed", "site": "north", "reason": "the limit is spent"}
+    other = {**refused, "site": "west", "reason": "busy"}
+    failed = {"what": "failed", "why": "terms: refused by north: the limit is spent. The log of each site states more."}
+    assert list(_shown([refused, failed])) == [refused, failed]
+    assert capsys.readouterr().err == "", "the command ends in an error that says it"
+    away = {"what": "missing", "site": "west", "kind": "agreed"}
+    list(_shown([other, away, refused, failed]))
+    told = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[1] for line in told] == ["west refused: busy", "west did not answer in time (agreed)"]
+    list(_shown([other, {"what": "failed", "why": "the disk is full"}]))
+    assert "west refused: busy" in capsys.readouterr().err

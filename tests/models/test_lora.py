@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,17 @@ from torch.nn.functional import cross_entropy
 from sordino.core import Shard
 from sordino.errors import SordinoError
 from sordino.models import lora, per_example
-from sordino.models.lora import Adapter, GroupedLinear, LoRALinear, adapt, dropped_out, load_peft, module_of, save_peft
+from sordino.models.lora import (
+    Adapter,
+    GroupedLinear,
+    LoRALinear,
+    adapt,
+    base_sha256,
+    dropped_out,
+    load_peft,
+    module_of,
+    save_peft,
+)
 from sordino.models.torch_model import TorchModel
 from sordino.rules.blocks import count, transformer_blocks
 
@@ -567,7 +578,9 @@ def test_weights_of_a_folder_are_read(tmp_path):
     ("name", "variant"),
     [*((name, "lora") for name in TINY), ("minilm-lora", "freeze-a"), ("swin-tiny-lora", "freeze-a")],
 )
-def test_peft_computes_the_same_from_our_files(name, variant, tmp_path):
+@pytest.mark.filterwarnings("ignore:Could not find a config file")
+def test_peft_computes_the_same_from_our_files(name, variant, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # where PEFT looks for the name of the base when it writes
     peft = pytest.importorskip("peft", reason="pip install sordino[transformers]")
     flat = kept(name, dropout=0.1) if variant == "lora" else kept(name, dropout=0.0, variant=variant)
     theta = flat.init() + 0.1 * torch.randn(flat.size, generator=torch.Generator().manual_seed(0))
@@ -589,15 +602,58 @@ def test_peft_computes_the_same_from_our_files(name, variant, tmp_path):
     assert torch.equal(load_peft(tmp_path / "again", flat), theta)
 
 
+def based(seed=0, **words):
+    """A transformer whose first parameters follow from a seed."""
+    torch.manual_seed(seed)
+    return Plain(**words)
+
+
+@pytest.mark.parametrize(
+    ("path", "commit", "name"),
+    [
+        ("/home/me/secret-project/base-1", None, "base-1"),
+        ("models/base-1/", None, "base-1"),
+        ("C:\\data\\base-1", None, "base-1"),
+        ("org/base-1", "0a1b2c", "org/base-1"),
+        ("/cache/snapshots/0a1b2c", "0a1b2c", "0a1b2c"),
+        ("", None, "Plain"),
+        ("..", None, "Plain"),
+    ],
+)
+def test_files_name_their_base_and_no_path(tmp_path, path, commit, name):
+    network = based()
+    network.config = SimpleNamespace(_name_or_path=path, _commit_hash=commit)
+    module = adapt(network, rank=2)
+    save_peft(tmp_path, module, torch.zeros(sum(p.numel() for p in module.parameters() if p.requires_grad)))
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == name
+    page = (tmp_path / "README.md").read_text()
+    assert f'base_model: "{name}"\n' in page
+    assert f"SHA-256 of its parameters: `{base_sha256(module)}`" in page
+    assert not any(b"secret-project" in file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_a_base_of_other_weights_is_refused(tmp_path):
+    module = adapt(based(), rank=2)
+    theta = torch.randn(sum(p.numel() for p in module.parameters() if p.requires_grad))
+    save_peft(tmp_path, module, theta)
+    assert torch.equal(load_peft(tmp_path, adapt(based(), rank=2, seed=5)), theta), "adapters and head are not the base"
+    moved = adapt(based(), rank=2)
+    with torch.no_grad():
+        moved.embed.weight[0, 0] += 1e-6
+    with pytest.raises(SordinoError, match=r"its base, Plain, has parameters of SHA-256 [0-9a-f]{64}, and the base of"):
+        load_peft(tmp_path, moved)
+    assert base_sha256(module) != base_sha256(moved)
+
+
 def test_files_of_a_frozen_a_need_the_same_a(tmp_path):
-    model = TorchModel(adapt(Plain(), rank=2, seed=3, variant="freeze-a"), shape=(5, 4), check=False)
+    model = TorchModel(adapt(based(), rank=2, seed=3, variant="freeze-a"), shape=(5, 4), check=False)
     theta = model.init() + 0.1
     save_peft(tmp_path, model, theta)
     assert torch.equal(load_peft(tmp_path, model), theta)
     with pytest.raises(SordinoError, match=r"lora_A.weight is not that of the model, which is frozen"):
-        load_peft(tmp_path, adapt(Plain(), rank=2, seed=4, variant="freeze-a"))
-    torch.manual_seed(0)
-    x, plain = torch.randn(3, 20), adapt(Plain(), rank=2, seed=4)
+        load_peft(tmp_path, adapt(based(), rank=2, seed=4, variant="freeze-a"))
+    x, plain = torch.randn(3, 20), adapt(based(), rank=2, seed=4)
     both = load_peft(tmp_path, plain)  # a model that trains A too takes it from the file
     assert len(both) == sum(p.numel() for p in plain.parameters() if p.requires_grad) > model.size
     other = TorchModel(adapt(Plain(), rank=2, variant="freeze-a"), shape=(5, 4), check=False)

@@ -58,6 +58,12 @@ def test_a_site_s_copy_verifies_and_holds_listed_fields_alone(ended, tmp_path, c
     assert main(["federate", "audit-copy", str(ended.place(NORTH)), "--out", str(out)]) == 0
     (run,) = (out / "runs").iterdir()
     assert verify_run(run / "certificate.json", against_terms=against_terms).problems == []
+    capsys.readouterr()
+    assert main(["verify", str(run)]) == 0
+    told = capsys.readouterr().out
+    assert "ledger.db, which is not beside it" in " ".join(told.split())
+    assert main(["verify", str(out)]) == 2
+    assert f"name one of its folders: {run}" in capsys.readouterr().err
     names = {path.name for path in out.rglob("*") if path.is_file()}
     assert names <= {"ledger.json", "log.jsonl", "terms.json", *public.FILES}
     log = lines(out / "log.jsonl")

@@ -10,6 +10,7 @@ import pytest
 from sordino.cli import main
 from sordino.federation.config import FederationConfig
 from sordino.operations.doctor import doctor
+from sordino.operations.status import of_site
 from sordino.secagg import Roster
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
@@ -98,6 +99,26 @@ def test_the_doctor_sees_that_a_run_cannot_be_afforded(three):
     assert "run_epsilon = 2.0 in site.toml requests that ε" in problem
     (site / "site.toml").write_text(text.replace("epsilon = 16.0", "epsilon = 2.0\nrun_epsilon = 2.0"))
     assert problems(site / "site.toml", coordinator=three / "coordinator") == []
+
+
+def test_the_doctor_counts_an_open_study_once_and_what_is_promised_to_others(tiny, talk):
+    federation = tiny(rounds=3)
+    federation.configure("north", epsilon=9.0, delta=1e-5)
+    study = talk(federation.site("north"), federation.terms())
+    assert study.propose().kind == "agreed"
+    assert study.round(0).kind == "update"
+    site, run = federation.place("north") / "site.toml", federation.coordinator / "run"
+
+    run.mkdir()
+    (run / "terms.json").write_text(study.terms.json())
+    (own,) = [c for c in doctor(site, coordinator=federation.coordinator) if "the run has begun here" in c.says]
+    assert (own.about, own.fine) == ("budget", True)
+    (run / "terms.json").unlink()  # another study: both do not fit
+    told = [c for c in doctor(site, coordinator=federation.coordinator) if c.about == "budget" and not c.fine]
+    assert len(told) == 1
+    left = re.search(r"a run of up to ε = ([\d.]+) fits", told[0].says)
+    assert left, told[0].says
+    assert float(left[1]) == pytest.approx(of_site(site.parent).left, rel=1e-3)
 
 
 def test_the_doctor_lists_all_rules_that_the_terms_break(three):

@@ -371,7 +371,10 @@ def test_tuning_ranks_by_the_metric_of_the_task(wards):
         (["sweep"], "nothing to try"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "acu"], "'acu' is unknown"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,2", "--metric", "auc"], "many classes have no auc"),
-        (["compare", "--metric", "r2"], "labels that are many classes have no r2; use one of accuracy, log_loss"),
+        (
+            ["compare", "--metric", "r2"],
+            "many classes have no r2; use one of accuracy, balanced_accuracy",
+        ),
         (["compare", "--metric", "acurracy"], "'acurracy' is unknown. Did you mean 'accuracy'?"),
         (["sweep", "--grid", "lr"], "key=a,b,c"),
         (["sweep", "--method", "dp-fedgd", "--grid", "lr=1,1"], "twice"),

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from sordino.federation.terms import federated
 from sordino.models import causal
 from sordino.models.lora import module_of
 from sordino.training import language, private_evaluation, run
+from sordino.training.artifacts import weights_sha256
 from sordino.training.predict import load_run
 from sordino.training.spec import Spec
 from tests.support import language as tiny
@@ -68,7 +70,9 @@ def test_a_run_over_clients_is_certified_and_scored_by_perplexity(done, folder, 
     want = causal.perplexity(trained.model, trained.theta, prepared.dataset.x_test)
     assert last["perplexity"] == pytest.approx(want, rel=1e-6)
     assert (prepared.dataset.x_train[:, 0] < 0).all(), "rows begin with a prompt"
-    assert "the next token of a text" in (done / "public" / "MODEL_CARD.md").read_text()
+    card = (done / "public" / "MODEL_CARD.md").read_text()
+    assert "the next token of a text" in card
+    assert f"- Base: the weights `{Path(folder).name}`, whose files have the SHA-256 `{weights_sha256(folder)}`" in card
 
 
 def test_one_query_of_the_plan_is_one_clipped_gradient_per_record(folder, table):
@@ -86,6 +90,10 @@ def test_the_adapter_loads_into_the_class_of_the_folder(done, folder):
 
     trained = load_run(done)
     rows = torch.from_numpy(trained.encode(["it was good", "the film was bad"]))
+    config = json.loads((done / "public" / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == Path(folder).name
+    for file in (done / "public").rglob("*"):
+        assert not file.is_file() or str(Path(folder).parent).encode() not in file.read_bytes()
     theirs = peft.PeftModel.from_pretrained(GPT2LMHeadModel.from_pretrained(folder), done / "public" / "adapter").eval()
     ours = functional_call(
         module_of(trained.model).eval(), trained.model.split(trained.theta), (rows,), {"tokens": True}

@@ -44,7 +44,11 @@ def test_known_values_of_quantities_and_of_many_classes():
     assert found == {"r2": pytest.approx(1 - 5 / (14 / 3)), "mse": pytest.approx(5 / 3), "mae": 1.0}
     z = np.log(np.array([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]]))
     found = metrics.full(MANY, np.array([1, 2]), z)
-    assert found == {"accuracy": 0.5, "log_loss": pytest.approx(-(math.log(0.3) + math.log(0.8)) / 2)}
+    loss = pytest.approx(-(math.log(0.3) + math.log(0.8)) / 2)
+    classes = found.pop("classes")
+    assert found == {"accuracy": 0.5, "balanced_accuracy": 0.5, "macro_auc": 1.0, "log_loss": loss}
+    assert [row["recall"] for row in classes] == [None, 0.0, 1.0], "of the first class there is no record"
+    assert [(row["auc"], row["records"]) for row in classes] == [(None, 0), (1.0, 1), (1.0, 1)]
 
 
 @pytest.mark.parametrize("prevalence", [0.01, 0.3])
@@ -70,7 +74,14 @@ def test_scikit_learn_has_the_same_values(prevalence):
 
     labels, logits = rng.integers(0, 4, 300), rng.normal(size=(300, 4))
     shares = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
-    assert metrics.score(MANY, labels, logits)["log_loss"] == pytest.approx(sk.log_loss(labels, shares), rel=1e-12)
+    found = metrics.full(MANY, labels, logits)
+    assert found["log_loss"] == pytest.approx(sk.log_loss(labels, shares), rel=1e-12)
+    assert found["balanced_accuracy"] == pytest.approx(sk.balanced_accuracy_score(labels, logits.argmax(1)), rel=1e-12)
+    areas = sk.roc_auc_score(labels, shares, multi_class="ovr", average=None)
+    assert [row["auc"] for row in found["classes"]] == pytest.approx(areas, rel=1e-12)
+    assert found["macro_auc"] == pytest.approx(areas.mean(), rel=1e-12)
+    recalls = sk.recall_score(labels, logits.argmax(1), average=None)
+    assert [row["recall"] for row in found["classes"]] == pytest.approx(recalls)
     value, guess = rng.normal(size=300), rng.normal(size=300)
     found = metrics.full(NUMBERS, value, guess)
     assert found["r2"] == pytest.approx(sk.r2_score(value, guess))
@@ -157,7 +168,8 @@ def test_predictions_that_are_not_numbers():
     assert [found[k] for k in ("auc", "log_loss", "brier", "mean_predicted", "calibration_slope")] == [None] * 5
     assert found["calibration_curve"] == []
     found = metrics.full(MANY, np.array([0, 1]), np.array([[math.nan] * 3, [0.0, 1.0, 0.0]]))
-    assert found == {"accuracy": 0.5, "log_loss": None}
+    assert [row["recall"] for row in found.pop("classes")] == [0.0, 1.0, None], "NaN is wrong"
+    assert found == {"accuracy": 0.5, "balanced_accuracy": 0.5, "macro_auc": None, "log_loss": None}
     assert metrics.full(NUMBERS, np.ones(2), np.array([1.0, math.nan])) == {"r2": None, "mse": None, "mae": None}
 
 
@@ -166,6 +178,12 @@ def test_metrics_of_no_records_are_undefined():
     found = metrics.full(TWO, empty, empty)
     assert {v for k, v in found.items() if k not in ("threshold", "calibration_curve")} == {None}
     assert metrics.full(NUMBERS, empty, empty) == {"r2": None, "mse": None, "mae": None}
+
+
+def test_the_area_of_a_class_orders_records_whose_probability_rounds_to_one():
+    z = np.array([[900.0, 0, 0], [800.0, 0, 0], [0, 0, 700.0]])
+    assert metrics.per_class(np.array([0, 1, 2]), z)[0]["auc"] == 1.0
+    assert metrics.per_class(np.array([1, 0, 2]), z)[0]["auc"] == 0.5
 
 
 def test_entropy_is_the_log_loss_of_the_prevalence():
@@ -188,7 +206,7 @@ def test_a_metric_that_the_labels_do_not_have_is_refused():
         metrics.ranking_metric("acu", TWO)
     with pytest.raises(SordinoError, match=r"quantities have no auc; use one of r2, mse, mae"):
         metrics.ranking_metric("auc", NUMBERS)
-    with pytest.raises(SordinoError, match=r"many classes have no brier; use one of accuracy, log_loss"):
+    with pytest.raises(SordinoError, match=r"many classes have no brier; use one of accuracy, balanced_accuracy"):
         metrics.ranking_metric("brier", MANY)
 
 
@@ -281,6 +299,55 @@ def test_a_run_tells_every_metric_of_its_model(patients, capsys):
     assert f"{found['mean_predicted']:.1%} predicted on average, {found['observed']:.1%} observed" in told
     assert f"threshold  above 0.2: sensitivity {found['sensitivity']:.1%}" in told
     assert "client_metrics" not in document, "these are private records"
+
+
+@pytest.mark.parametrize("unit", ["record", "client"])
+def test_a_run_on_many_classes_tells_recall_and_area_of_each(unit, tmp_path, capsys):
+    from sordino.cli import main
+    from sordino.evidence import public
+
+    sk, rng = pytest.importorskip("sklearn.metrics"), np.random.default_rng(4)
+    x = rng.normal(size=(900, 2))
+    risk = x[:, 0] + rng.normal(size=900)
+    words = np.select([risk > 1.5, risk > 0], ["dead", "ill"], "well")
+    lines = [f"{a:.3f},{b:.3f},{word},{k % 12}" for k, ((a, b), word) in enumerate(zip(x, words, strict=True))]
+    (tmp_path / "t.csv").write_text("\n".join(["a,b,state,site", *lines]) + "\n")
+    out, result = tmp_path / "run", tmp_path / "run.json"
+    table = ["--data", str(tmp_path / "t.csv"), "--label", "state", "--partition", "by-column:site", "--unit", unit]
+    rest = ["--epsilon", "200", "--rounds", "6", "--set", "public_data=true", "--out", str(out), "--json", str(result)]
+    assert main(["run", *table, *rest]) == 0
+    told, document = capsys.readouterr().out, json.loads(result.read_text())
+    found = document["metrics"]
+    rows = found["classes"]
+    assert [row["class"] for row in rows] == ["dead", "ill", "well"]
+    assert [("records" in row) for row in rows] == [unit == "record"] * 3, "sizes of whole clients are private"
+    from sordino.training import run
+
+    prepared = run.prepare(run.reopen(out))
+    p = prepared.model.scores(run._final_model(prepared, out), prepared.dataset.x_test).double().numpy()
+    recalls = sk.recall_score(prepared.dataset.y_test, p.argmax(1), average=None)
+    assert [row["recall"] for row in rows] == pytest.approx(recalls)
+    assert found["macro_auc"] == pytest.approx(np.mean([row["auc"] for row in rows]))
+    for row in rows:
+        assert f"class      {row['class']}: recall {row['recall']:.1%}, AUC {row['auc']:.4g}" in told
+    lines = [json.loads(line) for line in (out / "public" / "metrics.jsonl").read_text().splitlines()]
+    assert "balanced_accuracy" in lines[0]
+    assert "macro_auc" not in lines[0], "it sorts all records once per class"
+    assert lines[-1]["macro_auc"] == found["macro_auc"]
+    card = (out / "public" / "MODEL_CARD.md").read_text()
+    assert f"| balanced accuracy | {found['balanced_accuracy']:.4g} |" in card
+    assert f"| macro auc | {found['macro_auc']:.4g} |" in card
+    assert public.unlisted(out / "public") == []
+
+
+def test_of_many_classes_those_that_are_found_least_have_a_line():
+    from sordino.cli.run import quality
+
+    rows = [{"class": f"c{k}", "recall": None if k == 3 else k / 20, "auc": 0.5} for k in range(12)]
+    found = {"log_loss": 1.0, "balanced_accuracy": 0.5, "macro_auc": 0.5, "classes": rows}
+    lines = [text for heading, text in quality(found, 2.0) if heading == "class"]
+    assert [line.split(":")[0] for line in lines[:-1]] == ["c0", "c1", "c2", "c4", "c5"]
+    assert lines[-1].startswith("7 more, which --json lists")
 
 
 def test_a_run_whose_risks_are_useless_says_so_loudly(patients, capsys):

@@ -78,6 +78,13 @@ def _main(argv: Sequence[str] | None, commands: Sequence[str]) -> int:
     except OSError as error:
         say(f"sordino: {error.filename or 'file'}: {error.strerror or error}", aside=True)
         return 2
+    except Exception as error:
+        from sordino import plugins
+
+        if not (fault := plugins.fault_of(error)):
+            raise
+        say(f"sordino: {fault}", aside=True)
+        return 2
     except KeyboardInterrupt as stop:
         say(f"sordino: stopped. {stop}".strip(), aside=True)
         return 128 + (signal.SIGTERM if isinstance(stop, Terminated) else signal.SIGINT)

@@ -68,7 +68,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--metric",
         metavar="NAME",
-        help="rank by it: accuracy, auc, log_loss, brier; r2, mse, mae; d2, deviance; concordance (default: by task)",
+        help="rank by it: accuracy, auc, log_loss, brier; balanced_accuracy, macro_auc; r2, mse, mae; d2, deviance; "
+        "concordance (default: by task)",
     )
     parser.add_argument("--tune", action="store_true", help="tune each method once per budget, on validation records")
     parser.add_argument("--search", default="grid", metavar="HOW", help="grid, halving or optuna (default: grid)")

@@ -196,24 +196,42 @@ def _shown(lines: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The same lines, with a progress bar on stderr. If stderr is not a terminal, one line of text per line."""
     if not sys.stderr.isatty():
         rounds: int | None = None
-        for line in lines:
+        for line, told in _told(lines):
             rounds = line["rounds"] if line["what"] == "begun" else rounds
-            say(f"{time.strftime('%H:%M:%S')}  {sentences.of_coordinator(line, rounds)}", aside=True)
+            for each in told:
+                say(f"{time.strftime('%H:%M:%S')}  {sentences.of_coordinator(each, rounds)}", aside=True)
             yield line
         return
     with bar("starting link and sites") as progress:
-        for line in lines:
-            if line["what"] == "waiting":
-                progress.update(description=f"waiting for {', '.join(line['sites'])}")
-            elif line["what"] == "joined" and line["missing"]:
-                progress.update(description=f"waiting for {', '.join(line['missing'])}")
-            elif line["what"] == "begun":
-                progress.update(description=line["method"], total=line["rounds"], completed=line["start"])
-            elif line["what"] == "round":
-                progress.update(completed=line["t"] + 1, shown=sentences.score(line))
-            elif line["what"] not in ("finished", "failed"):
-                progress.print(sentences.of_coordinator(line, None))
+        for line, told in _told(lines):
+            for each in told:
+                if each["what"] == "waiting":
+                    progress.update(description=f"waiting for {', '.join(each['sites'])}")
+                elif each["what"] == "joined" and each["missing"]:
+                    progress.update(description=f"waiting for {', '.join(each['missing'])}")
+                elif each["what"] == "begun":
+                    progress.update(description=each["method"], total=each["rounds"], completed=each["start"])
+                elif each["what"] == "round":
+                    progress.update(completed=each["t"] + 1, shown=sentences.score(each))
+                elif each["what"] != "finished":
+                    progress.print(sentences.of_coordinator(each, None))
             yield line
+
+
+def _told(lines: Iterable[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Each line, and those to print with it. The error in which a command ends says why a run failed, and who refused
+    its terms, so that these lines are not printed before it."""
+    refused: list[dict[str, Any]] = []
+    for line in lines:
+        if line["what"] == "refused" and line["kind"] == "agreed":
+            refused.append(line)
+            yield line, []
+            continue
+        if line["what"] == "failed":
+            yield line, [each for each in refused if f"{each['site']}: {each['reason']}" not in str(line["why"])]
+        else:
+            yield line, [*refused, line]
+        refused = []
 
 
 # ----------------------------------------------------------------------------------------------------------- outcome
@@ -260,8 +278,12 @@ def _result(metrics: dict[str, Any]) -> list[tuple[str, str]]:
     from sordino.cli.run import quality
 
     others = quality(metrics, metrics["constant"])
-    said = " ".join(line for _, line in others)
-    rest = {key: metrics.get(key) for key, (name, _) in sentences.MEASURED.items() if name not in said}
+    said = tuple(part for _, line in others for part in line.split(", "))
+    rest = {
+        key: metrics.get(key)
+        for key, (name, _) in sentences.MEASURED.items()
+        if not any(part.startswith(f"{name} ") for part in said)
+    }
     where = f"on the coordinator's {metrics['records']:,} test records, which no noise hides"
     return [("result", f"{sentences.measured(rest)} {where}".strip()), *others]
 
@@ -324,7 +346,9 @@ def _add_init(parts: Any) -> None:
     parser.add_argument(
         "--schema", metavar="FILE", help="the schema.toml of the tables, in place of --features and --classes"
     )
-    parser.add_argument("--method", default="dp-fedsofim", metavar="X", help="method (default: dp-fedsofim)")
+    parser.add_argument(
+        "--method", metavar="X", help="method (default: auto; dp-fedsofim for numbers without a schema)"
+    )
     parser.add_argument("--rounds", type=int, default=20, metavar="N", help="number of rounds (default: 20)")
     parser.add_argument(
         "--epsilon", type=float, default=8.0, metavar="X", help="privacy budget of the run (default: 8)"

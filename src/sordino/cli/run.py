@@ -14,7 +14,10 @@ from typing import Any
 
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, facts, terminable
 from sordino.errors import OverspentError, SordinoError, count
+from sordino.foreign import printable
 
+MOST_CLASSES = 10  # of which every one has a line
+FEWEST_CLASSES = 5  # that have a line where there are more
 DATA_SUFFIXES = (".csv", ".tsv", ".parquet", ".npz", ".xlsx")
 RUN_FLAGS = (
     # flag, key of the spec, what it says in --help
@@ -345,8 +348,9 @@ def quality(metrics: dict[str, Any], constant: float | None) -> list[tuple[str, 
     if "log_loss" not in metrics:
         return []
     loss = f"log loss {number('log_loss')} ({constant:.4g} from prevalence alone)"
-    if "auc" not in metrics:
-        return [("scores", loss)]
+    if "classes" in metrics:
+        means = f"balanced accuracy {share('balanced_accuracy')}, mean AUC {number('macro_auc')}"
+        return [("scores", f"{means}, {loss}"), *_classes(metrics["classes"])]
     fit = f"calibration slope {number('calibration_slope')}, intercept {number('calibration_intercept')}"
     return [
         ("scores", f"AUC {number('auc')}, {loss}, Brier score {number('brier')}"),
@@ -356,6 +360,20 @@ def quality(metrics: dict[str, Any], constant: float | None) -> list[tuple[str, 
             f"above {metrics['threshold']:g}: sensitivity {share('sensitivity')}, specificity {share('specificity')}",
         ),
     ]
+
+
+def _classes(rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Recall and AUC of each class; of many classes those that are found least."""
+    some = [row for row in rows if row["recall"] is not None]
+    if len(rows) > MOST_CLASSES:
+        some = sorted(some, key=lambda row: row["recall"])[:FEWEST_CLASSES]
+    lines = []
+    for row in some:
+        area = "not defined" if row["auc"] is None else f"{row['auc']:.4g}"
+        lines.append(("class", f"{printable(str(row['class']))}: recall {row['recall']:.1%}, AUC {area}"))
+    if left := len(rows) - len(some):
+        lines.append(("class", f"{left} more, which --json lists, are found more often or have no test records"))
+    return lines
 
 
 def _survival(curve: list[dict[str, Any]]) -> list[tuple[str, str]]:

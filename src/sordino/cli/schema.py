@@ -9,7 +9,10 @@ from typing import Any
 
 from sordino import files
 from sordino.cli.show import add_json, check_json, command, console, emit, say, steps, table
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
+from sordino.foreign import printable
+
+MOST_CELLS, MOST_LETTERS = 5, 40  # of cells that are none of a column's levels, and of each
 
 
 def add(commands: Any) -> None:
@@ -96,12 +99,13 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.file and arguments.file.endswith(".toml") and not arguments.schema.endswith(".toml"):
         arguments.schema, arguments.file = arguments.file, arguments.schema  # the table came first
     schema, constant = Schema.read(arguments.schema), list[str]()
+    unlisted: dict[str, dict[str, int]] = {}
     if arguments.file:
         path = Path(arguments.file)
         if not path.is_file():
             raise SordinoError(f"data: there is no file '{path}'; check the path.")
         read = schema.at_its_widest if schema.unknown else schema
-        constant = read.constant(read.open(path))
+        constant, unlisted = read.constant(read.open(path)), read.unlisted(path)
     document = {
         "features": schema.features,
         "columns": [{"column": n, "becomes": says, "features": made} for n, says, made in schema.explain()],
@@ -112,6 +116,7 @@ def _check(arguments: argparse.Namespace) -> int:
         "to_find": schema.unknown,
         "fits": bool(arguments.file) or None,
         "constant": constant,
+        "unlisted": unlisted,
     }
     if not emit(arguments, document):
         from rich.markup import escape
@@ -135,6 +140,13 @@ def _check(arguments: argparse.Namespace) -> int:
             )
         if arguments.file:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
+        for name, cells in unlisted.items():
+            column: Any = schema.columns[name]
+            some = ", ".join(f"{printable(cell, MOST_LETTERS)} {n:,}" for cell, n in [*cells.items()][:MOST_CELLS])
+            more = f" and {len(cells) - MOST_CELLS:,} others" if len(cells) > MOST_CELLS else ""
+            total = count(sum(cells.values()), "cell is none of its levels", "cells are none of its levels")
+            said = escape(f"{name}: {total} ({some}{more}); each {column.unlisted}.")
+            page.print(f"[bold yellow]unlisted[/]   {said} (This line comes from the records: do not publish it.)")
         if constant:
             page.print(
                 f"[bold yellow]constant[/]   {escape(', '.join(constant))}: every record becomes the same. Are the "

@@ -61,6 +61,11 @@ IDENTIFIERS = re.compile(
     r"(?i:(?:^|[\W_])(?:ids?|uuid|guid|mrn|ssn)$)|[a-z]I[Dd]$"
     r"|(?i:^(?:(?:first|last|family|given|full|patient)[\W_]*)?name$|^(?:surname|e-?mail|phone|telephone|address)$)"
 )
+# Columns whose name is that of a person's id: a person by a word and by what stands for one, or a usual abbreviation.
+PERSONS = re.compile(
+    r"(?i:^(?:patient|person)$|^(?:patient|person|subject|participant|proband|member)[\W_]*"
+    r"(?:id|uid|uuid|nbr|nr|no|num|number|key|code)$|(?:^|[\W_])(?:mrn|ssn)$)"
+)
 EPOCH = date(1970, 1, 1)
 TRUE, FALSE = ("true", "yes", "y", "t", "1"), ("false", "no", "n", "f", "0")
 
@@ -222,15 +227,21 @@ class Category:
         out[inside, index[inside]] = 1
 
     def says(self) -> str:
-        rest = " or other" if self.other else ""
+        rest = " or other" if self.other else f"; any other level {self.unlisted}"
         if self.unknown:
             return f"0 or 1 for those of {len(self.candidates)} candidates that noised counts do not find rare{rest}"
         return f"0 or 1 for each of {', '.join(map(str, self.levels[:6]))}{' …' if len(self.levels) > 6 else ''}{rest}"
 
+    @property
+    def unlisted(self) -> str:
+        """What a cell that is none of the levels becomes, for people."""
+        return "counts as other" if self.other else "sets none of them"
+
 
 @dataclass(frozen=True)
 class Ordinal:
-    """Levels in their order, evenly spaced from -1 to 1; unknown ones count as missing."""
+    """Levels in their order, evenly spaced from -1 to 1. A cell that is none of them has no place in the order and
+    counts as missing, as that of a category counts as other: neither ends a run (`Schema.unlisted` counts them)."""
 
     levels: tuple[Any, ...] = ()
     fill: Any = None
@@ -254,7 +265,13 @@ class Ordinal:
         Number(range=(0, last), fill=fill, indicator=self.indicator).place(values, out)
 
     def says(self) -> str:
-        return f"{self.levels[0]} … {self.levels[-1]} becomes -1 … 1, in {len(self.levels)} steps"
+        steps = f"{self.levels[0]} … {self.levels[-1]} becomes -1 … 1, in {len(self.levels)} steps"
+        return f"{steps}; any other level {self.unlisted}"
+
+    @property
+    def unlisted(self) -> str:
+        """What a cell that is none of the levels becomes, for people."""
+        return "counts as missing"
 
 
 @dataclass(frozen=True)
@@ -950,6 +967,34 @@ class Schema:
         by_column = {name: column.features(name) for name, column in self.columns.items()}
         return [name for name, own in by_column.items() if own and not varies & {*own}]
 
+    def unlisted(self, path: Path) -> dict[str, dict[str, int]]:
+        """Per category and ordinal, the cells of a file that are none of its levels, the most frequent first.
+
+        Args:
+            path: The table.
+
+        Returns:
+            The number of records by cell, of columns that have such cells. It says something about the records, so it
+            is for the owner of the records alone.
+        """
+        import pyarrow.compute as pc
+
+        listed = {
+            name: set(map(_spelt, column.levels))
+            for name, column in self.columns.items()
+            if isinstance(column, Category | Ordinal)
+        }
+        if not listed:
+            return {}
+        table = tables.open_table(path, self.dialect, types=dict.fromkeys(listed, "level"), missing=self.missing)
+        found = {}
+        for name, levels in listed.items():
+            cells = pc.value_counts(tables.texts(table.column(name), self.missing)).to_pylist()
+            others = {c["values"]: c["counts"] for c in cells if c["values"] is not None and c["values"] not in levels}
+            if others:
+                found[name] = dict(sorted(others.items(), key=lambda each: (-each[1], each[0])))
+        return found
+
     def explain(self) -> list[tuple[str, str, list[str]]]:
         """For people: each column, what its values become, and its features; then what is made of these."""
         blank = "; one more feature is 1 where the cell is missing"
@@ -1000,7 +1045,7 @@ def draft(
     columns: dict[str, Any] = {}
     for name in table.column_names:
         kind = table.column(name).type
-        if IDENTIFIERS.search(name):
+        if IDENTIFIERS.search(name) or PERSONS.search(name):
             columns[name] = {"type": "drop"}
         elif pa.types.is_boolean(kind):
             columns[name] = {"type": "boolean"}
@@ -1027,6 +1072,9 @@ def draft(
             f'which names are those of ids or persons: {", ".join(dropped)}, so type = "drop"; make one a category '
             "if it is a code with a meaning"
         )
+    person = next(filter(PERSONS.search, columns), None)
+    if person is not None:
+        looked.append(_repeated(person, table.column(person)))
     if dialect.decimal == "." and (commas := [name for name in table.column_names if _commas(table.column(name))]):
         looked.append(
             f"how numbers are spelt: {', '.join(commas)} would be categories, because a comma separates their "
@@ -1039,7 +1087,7 @@ def draft(
         "# Remove [columns.NAME] of the target, the client and the person: they are not features.\n"
         "# client: the column that says which site a record is of; remove the line if all records are of one site.\n"
         '# Ids and names get type = "drop".\n'
-        '# If several rows belong to one person, add the line person = "COLUMN" below the client.\n'
+        '# If several rows belong to one person, write person = "COLUMN" below the client.\n'
         "# target: task is classes (levels), quantity (range), count (maximum) or survival (column is the time, event\n"
         "# the column that says whether it happened, intervals are edges of time from 0).\n"
         f"# Types of a column: {', '.join(TYPES)}; docs/how-to/describe-a-table.md describes them.\n"
@@ -1047,7 +1095,24 @@ def draft(
         "# Types come from the cells: one cell that is not a number makes its column a category. So this draft is\n"
         "# private until every name and type was compared with the code book.\n\n"
     )
-    return notes + tomli_w.dumps(document), looked
+    client, rest = tomli_w.dumps(document).split("\n", 1)
+    proposal = "" if person is None else f"# {tomli_w.dumps({'person': person})}"
+    return f"{notes}{client}\n{proposal}{rest}", looked
+
+
+def _repeated(name: str, column: Any) -> str:
+    """How many records repeat the id of a person, for the screen of the owner of the records."""
+    import pyarrow.compute as pc
+
+    ids = pc.drop_null(tables.texts(column, MISSING))
+    again = len(ids) - len(pc.unique(ids))
+    if not again:
+        return f"the ids in {name}, which is called like a person's: none of {len(ids):,} stands twice"
+    return (
+        f"the ids in {name}, which is called like a person's: {again:,} of {len(ids):,} records repeat one, so that "
+        f"the records of a person should be protected together: remove the # before person = {json.dumps(name)} in "
+        "the draft. The two figures come from the records and are not in the draft; do not publish them"
+    )
 
 
 def _commas(column: Any) -> bool:

@@ -379,7 +379,7 @@ def _check_quotes(path: Path, delimiter: str) -> bool:
         SordinoError: A quote stands within a cell that is not quoted, or a quoted cell does not end.
     """
     ends = (delimiter.encode(), b"\r", b"\n")
-    number, inside, several_lines = 1, False, False
+    number, opened, inside, several_lines = 1, 1, False, False
     try:
         with _stream(path) as stream:
             if not any(b'"' in block for block in iter(lambda: stream.read(BLOCK_BYTES), b"")):
@@ -389,22 +389,34 @@ def _check_quotes(path: Path, delimiter: str) -> bool:
             for line in stream:
                 number, several_lines = number + 1, several_lines or inside
                 parts = line.split(b'"')
-                for before, after in itertools.pairwise(parts):  # beside a quote; empty beside a second one
+                for k, (before, after) in enumerate(itertools.pairwise(parts)):  # beside a quote; empty beside another
                     fits = not after or after.startswith(ends) if inside else not before or before.endswith(ends)
                     if not fits:
-                        raise _loose_quote(path, number)
+                        raise _loose_quote(path, number, opened if inside else number)
+                    if not inside and (before or not k):  # else it is the second quote of two, which stand for one
+                        opened = number
                     inside = not inside
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise _unreadable(path, error) from None
     if inside:
-        raise _loose_quote(path, number)
+        raise _open_quote(path, opened)
     return several_lines
 
 
-def _loose_quote(path: Path, line: int) -> SordinoError:
+def _open_quote(path: Path, line: int, more: str = "") -> SordinoError:
     return SordinoError(
-        f"data: line {line} of '{path}' has a quote that neither begins nor ends a cell, or a quoted cell that does "
-        "not end; write a cell with a quote in quotes, and the quote in it twice."
+        f"data: line {line} of '{path}' begins a quoted cell that does not end{more}; end it with a quote, and write a "
+        "quote in it twice."
+    )
+
+
+def _loose_quote(path: Path, line: int, opened: int) -> SordinoError:
+    """opened: the line in which the quoted cell around the quote begins."""
+    if opened < line:
+        return _open_quote(path, opened, f", or line {line} has a quote in the middle of it")
+    return SordinoError(
+        f"data: line {line} of '{path}' has a quote that neither begins nor ends a cell; write a cell with a quote in "
+        "quotes, and the quote in it twice."
     )
 
 

@@ -127,11 +127,11 @@ CERTIFICATE: Mapping[str, str] = {
 }
 BY_ROUND = (
     *("accuracy", "auc", "log_loss", "brier", "mse", "r2", "deviance", "d2", "mae", "concordance"),
-    "perplexity",
+    *("perplexity", "balanced_accuracy"),
 )
 METRICS: Mapping[str, str] = {
     "round": PLAN,
-    **dict.fromkeys((*BY_ROUND, "no_better"), TESTED),
+    **dict.fromkeys((*BY_ROUND, "macro_auc", "no_better"), TESTED),
     "epsilon": ACCOUNT,
 }
 SPEC: Mapping[str, str] = {
@@ -267,7 +267,10 @@ KEPT_BY_A_PARTY = (
     ),
     *("offers", "offers.json", "pending", "progress.jsonl", "secret", "survivors-*.json"),
 )
-ADAPTER = "adapter/ (transformers): the adapters of model.safetensors in another format, and settings."
+ADAPTER = (
+    "adapter/ (transformers): the adapters of model.safetensors in another format, settings, and of the public weights "
+    "that training began with the name (of a folder without its path), the class and a hash."
+)
 SECURE: Mapping[str, str] = {  # of a federation that adds up integers
     "secure.dropouts": SETTING,
     "secure.colluders": SETTING,
@@ -332,6 +335,9 @@ SUMMARY: Mapping[str, str] = {
     **{f"metrics.survival_curve[].{name}": TESTED for name in ("time", "predicted", "observed", "brier")},
     **{f"metrics.{name}": TESTED for name in ("mean_predicted", "observed", "calibration_slope")},
     **{f"metrics.{name}": TESTED for name in ("calibration_intercept", "sensitivity", "specificity")},
+    **{f"metrics.{name}": TESTED for name in ("macro_auc", "classes[].recall", "classes[].auc")},
+    "metrics.classes[].class": NAMES_ARE_PUBLIC,
+    "metrics.classes[].records": "At record level classes of the test records. Absent at client level.",
     "metrics.perplexity_before": "Computed from public weights and from test records, which lie outside the guarantee.",
     "metrics.threshold": SETTING,
     "metrics.calibration_curve[].predicted": TESTED,
@@ -368,9 +374,15 @@ CONSOLE = (
     Line(rf"(result|error) +{SHOWN} ([-+.e\d]+%?|nan)( on [\d,]+ test records)?", TESTED),
     Line(rf"before +perplexity {NUMBER} without training", "As metrics.perplexity_before."),
     Line(
-        rf"scores +(AUC {NUMBER}, )?log loss {NUMBER} \({NUMBER} from prevalence alone\)(, Brier score {NUMBER})?",
+        rf"scores +AUC {NUMBER}, log loss {NUMBER} \({NUMBER} from prevalence alone\), Brier score {NUMBER}",
         TESTED,
     ),
+    Line(
+        rf"scores +balanced accuracy {NUMBER}, mean AUC {NUMBER}, log loss {NUMBER} \({NUMBER} from prevalence alone\)",
+        TESTED,
+    ),
+    Line(rf"class +.+: recall {NUMBER}, AUC {NUMBER}", TESTED),
+    Line(r"class +\d+ more, which --json lists, are found more often or have no test records", TESTED),
     Line(
         rf"risks +{NUMBER} predicted on average, {NUMBER} observed; calibration slope {NUMBER}, intercept {NUMBER}",
         TESTED,

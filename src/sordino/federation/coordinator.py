@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sordino import files, wire
+from sordino import files, plugins, wire
 from sordino.core import Broadcast, Tree
 from sordino.data.sources import Dataset, load
 from sordino.engines.oracle import combined, decode_sum, masked_size, rows_of_stream, stream_factors, stream_of_rows
@@ -173,7 +173,8 @@ class Coordinator:
             if moved.shape != theta.shape or not finite:
                 raise SordinoError("the step is not finite, or not of the model's size.")
         except Exception as error:  # a rule fails in many ways on messages of an unknown form
-            self.tell("abandoned", t=round_plan.t, why=str(error)[:200] or type(error).__name__, came=[])
+            why = plugins.fault_of(error) or str(error)[:200] or type(error).__name__
+            self.tell("abandoned", t=round_plan.t, why=why, came=[])
             return theta, state
         self.forms[round_plan.first] = _form(aggregate)
         return moved, new_state
@@ -450,7 +451,7 @@ class Coordinator:
         if self._test is None or not len(self._test[1]):
             return {}
         x, y = self._test
-        whole = evaluate_fully(self.model, model, x, y, counts=False, unit=self._unit)
+        whole = evaluate_fully(self.model, model, x, y, counts=False, unit=self._unit, classes=self.terms.classes)
         task = task_of(self.model)
         constant = of_constant(task, y.numpy() * self._unit if task is Task.COUNTS else y.numpy())
         return {"metrics": {**whole, "constant": constant, "records": len(y)}}

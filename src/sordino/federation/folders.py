@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,16 +24,17 @@ from sordino.training.folder import SCHEMA
 
 SPEC_TEMPLATE = """\
 # What is trained, and how private it is. Every site reads this file and decides whether to take part.
-method = "{method}"
+{reason}method = "{method}"
 rounds = {rounds}
 epsilon = {epsilon}
 delta = 1e-5
 trust = "{trust}"
 """
-DEFAULT_METHOD = "dp-fedsofim"
-DEFAULT_REASON = (
-    '# "auto" needs no tuning; this method is the default because it learns numbers without a schema too.\n'
-)
+AUTO, OF_NUMBERS = "auto", "dp-fedsofim"  # the methods that `init` proposes
+REASONS = {
+    AUTO: '# "auto" has nothing to tune: its steps follow from public numbers, a noised covariance and the noise.\n',
+    OF_NUMBERS: '# "auto", which needs no tuning, learns numbers only within the public range of a schema.\n',
+}
 FEDERATION = """\
 # The sites that the coordinator waits for, and the public shape of their data.
 sites = {sites}
@@ -46,7 +48,7 @@ data = "{data}"          # .csv, .parquet or .npz; a path is relative to this fi
 {described}epsilon = {epsilon}      # limit over all runs of this site, stored in ledger.db
 delta = 1e-5
 # run_epsilon = 1.0     # of any single run; if the federation's is larger, this site counts less
-# methods = ["dp-fedsofim"]
+# methods = ["auto"]
 # trust = ["secure-aggregation"]
 # ask = true   # a person approves every run: sordino federate approve site.toml
 # most_studies = 1   # runs that are open at a time; others wait in a queue
@@ -58,38 +60,64 @@ COLLUDERS = "colluders = {}      # sites that may collude with the server; the n
 README_TEMPLATE = """\
 # A federation
 
-`spec.toml` states what is trained, `federation.toml` with whom. The commands below are for one coordinator and
-{count} sites ({names}), each on its own machine with `pip install 'sordino[flower]'`.
+`spec.toml` states what is trained and how private it is, `federation.toml` with whom: one coordinator and {count} sites
+({names}), each on its own machine with `pip install 'sordino[flower]'`. These are the steps, in their order.
 
-## At each site, once
+## 1. At the coordinator: what is proposed
 
-    sordino federate keys NAME SITE_FOLDER --data FILE --label COLUMN --classes A,B --limit 8
+Check `spec.toml` and `federation.toml`, and send this page with {sent} to the sites.
 
-creates keys and prints the site's public card (`--schema schema.toml` takes the place of `--label` and `--classes`).
-Send the card and `SITE_FOLDER/node.pub` to the coordinator, and check `site.toml`: data, classes, limit. When all cards
-are collected in one `roster.toml`, put that file beside `site.toml`. `sordino federate doctor SITE_FOLDER/site.toml`
-prints the hash of the roster: compare it with the other sites by telephone. Sites take each other's keys from this
-file, never from the server.
+## 2. At each site: keys
 
-## At the coordinator
+    sordino federate keys NAME SITE_FOLDER --data FILE {described} --limit {epsilon:g}
 
-    # roster.toml holds all cards; nodes/ holds every site's node.pub as NAME.pub
+NAME is one of the names above, FILE this site's own table{column}. `--limit` is the epsilon that all runs of this site
+may spend together; this run costs {epsilon:g}. The command creates keys, writes `SITE_FOLDER/site.toml` and prints the
+site's public card. Check `site.toml`, and send the card and `SITE_FOLDER/node.pub` to the coordinator.
+
+## 3. At the coordinator: the roster
+
+Collect all cards in one `roster.toml`, and every node.pub as `nodes/NAME.pub`. Send `roster.toml` to all sites.
+
+## 4. At each site: the check
+
+Put `roster.toml` beside `site.toml`. Sites take each other's keys from this file, never from the server.
+
+    sordino federate doctor SITE_FOLDER/site.toml
+
+checks data, keys and budget, and prints the hash of the roster: compare it with the other sites by telephone.
+
+## 5. At the coordinator: the start
+
+    sordino federate doctor {folder}
     sordino federate coordinate {folder} --host coordinator.example.org
 
-The first start writes `tls/authority.pem`; send it to the sites. The coordinator then waits for the sites, trains, and
-writes `run/model.safetensors`, `run/certificate.json` and `run/statement.md`. After a stop or a failure, the same
-command continues the run. For another run, rename `run/` first.
+The first start writes `tls/authority.pem`; send it to the sites. The link listens on this machine alone. For sites
+elsewhere put a proxy before it that passes only `/v1/fleet/` (see docs/federation.md of sordino).
 
-## At each site, for the run
+## 6. At each site: the run
 
     sordino federate join SITE_FOLDER/site.toml --link coordinator.example.org:8000 --authority authority.pem
 
-Afterwards `SITE_FOLDER/runs/` holds the site's own certificate and statement. `sordino ledger show
-SITE_FOLDER/ledger.db` prints what was spent.
+When all sites have joined, the coordinator trains. After a stop or a failure, the same commands continue the run.
 
-The link listens on this machine alone. For sites elsewhere put a proxy before it that passes only `/v1/fleet/` (see
-docs/federation.md of sordino).
+## 7. Afterwards
+
+At the coordinator `run/` holds `model.safetensors`, `certificate.json` and `statement.md`; at each site
+`SITE_FOLDER/runs/` holds its own signed certificate and statement, and `sordino ledger show SITE_FOLDER/ledger.db`
+prints what was spent. For another run, rename `run/` first.
 """
+
+
+def described_by(classes: Sequence[str], *, schema: bool) -> str:
+    """The flags of `sordino federate keys` that say what the tables of a study hold.
+
+    >>> described_by(("no", "not known"), schema=False)
+    "--label COLUMN --classes 'no,not known'"
+    """
+    if schema:
+        return f"--schema {SCHEMA}"
+    return f"--label COLUMN --classes {shlex.quote(','.join(classes))}" if classes else "--label COLUMN"
 
 
 def init(
@@ -99,7 +127,7 @@ def init(
     features: int | None = None,
     classes: Sequence[str] = (),
     schema: Path | None = None,
-    method: str = DEFAULT_METHOD,
+    method: str | None = None,
     rounds: int = 20,
     epsilon: float = 8.0,
     trust: str = "secure-aggregation",
@@ -117,7 +145,7 @@ def init(
       features: number of columns without the label; a schema has it.
       classes: the labels; none if the label is a number, or a schema has them.
       schema: the schema of the tables, which is copied into the folder.
-      method: name of the method.
+      method: name of the method; None for auto, and without classes and a schema for one that learns numbers.
       rounds: number of rounds.
       epsilon: privacy budget of the run.
       trust: secure-aggregation or untrusted-server.
@@ -153,12 +181,15 @@ def init(
         raise SordinoError("trim: under masks nobody sees single messages; use --trust untrusted-server.")
     if schema is not None and classes:
         raise SordinoError("classes: the schema has them; leave classes out.")
+    reason = ""
+    if method is None:
+        method = AUTO if classes or schema is not None else OF_NUMBERS
+        reason = REASONS[method]
     shape = f"features = {features}\nclasses = {json.dumps(list(classes))}\n"
     if schema is not None:
         shape = f'schema = "{SCHEMA}"   # of the tables of all sites; it has the features and the classes\n'
     texts = {
-        "spec.toml": SPEC_TEMPLATE.format(method=method, rounds=rounds, epsilon=epsilon, trust=trust)
-        + (DEFAULT_REASON if method == DEFAULT_METHOD else "")
+        "spec.toml": SPEC_TEMPLATE.format(reason=reason, method=method, rounds=rounds, epsilon=epsilon, trust=trust)
         + tomli_w.dumps(more or {}),
         "federation.toml": FEDERATION.format(
             sites=json.dumps(list(names)),
@@ -170,7 +201,15 @@ def init(
         )
         + (f"trim = {trim}           # per coordinate, leave out so many largest and smallest values\n" if trim else "")
         + (f"weights = {json.dumps(weights)}   # the terms hold the hash of its files\n" if weights else ""),
-        "README.md": README_TEMPLATE.format(count=len(names), names=", ".join(names), folder=folder),
+        "README.md": README_TEMPLATE.format(
+            count=len(names),
+            names=", ".join(names),
+            folder=folder,
+            epsilon=epsilon,
+            described=described_by(classes, schema=schema is not None),
+            sent="`spec.toml`" if schema is None else f"`spec.toml` and `{SCHEMA}`",
+            column=", COLUMN its column of labels" if schema is None else "",
+        ),
     }
     if schema is not None:
         texts[SCHEMA] = _schema_text(schema)

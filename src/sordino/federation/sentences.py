@@ -13,7 +13,9 @@ def score(line: dict[str, Any]) -> str:
 
 MEASURED = {  # of a model: how each metric is written, in the order of the line
     "accuracy": ("accuracy", ".1%"),
+    "balanced_accuracy": ("balanced accuracy", ".1%"),
     "auc": ("AUC", ".3f"),
+    "macro_auc": ("mean AUC", ".3f"),
     "concordance": ("concordance", ".3f"),
     "r2": ("R²", ".3f"),
     "d2": ("share of deviance explained", ".3f"),
@@ -178,7 +180,10 @@ def _reached(line: dict[str, Any]) -> str:
             f"coordinator's nodes/{line.get('site', 'NAME')}.pub, and run `sordino federate doctor "
             f"{line.get('file', 'SITE.toml')}`"
         ),
-        "silent": f"nobody answers at {link}; trying again",
+        "silent": (
+            f"nobody answers at {link} yet: this site waits for the coordinator, which has not started or is done. If "
+            "it runs, check --link, and whether a firewall is between"
+        ),
         "unsigned": (
             "the certificate of the link was not signed by this authority; ask the coordinator for its "
             "tls/authority.pem"

@@ -363,6 +363,8 @@ def entry(name: str) -> MethodEntry:
     if name in REGISTRY:
         return REGISTRY[name]
     others = plugins.found(plugins.METHODS)
+    if plugins.OWN_MODEL.fullmatch(name):
+        raise SordinoError(plugins.not_registered(name))
     if name not in others:
         raise SordinoError(f"method: '{name}' is unknown.{nearest(name, [*REGISTRY, *others])}")
     loaded = others[name].load()

@@ -9,6 +9,7 @@ theta (FFA-LoRA: Sun et al. 2024, arXiv 2403.12313). A message then holds nothin
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sordino.errors import SordinoError, check_known
+from sordino.foreign import printable
 from sordino.models import outer
 from sordino.models.per_example import RULES, Mask, Tape, linear, tape
 from sordino.models.pretrained import LORA_VARIANTS
@@ -39,7 +41,24 @@ RATES = (
     "attn_drop",
 )  # dropout rates that modules store as plain numbers
 PREFIX = "base_model.model."  # of all names in PEFT's files
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS, PAGE = "adapter_config.json", "adapter_model.safetensors", "README.md"
+BASE_SHA256 = "base_sha256"  # in the metadata of WEIGHTS
+README = """\
+---
+base_model: {quoted}
+library_name: peft
+---
+# Adapters for {name}
+
+Low-rank adapters{heads}, in the format of PEFT. They fit one base alone:
+
+- name: `{name}`
+- class: `{parent_library}.{base_model_class}`
+- SHA-256 of its parameters: `{sha256}`
+
+PEFT compares none of these. `sordino.models.lora.load_peft` refuses a model with another base. The hash covers names,
+shapes and float32 values of all parameters but adapters and head (`sordino.models.lora.base_sha256`).
+"""
 
 
 class GroupedLinear(nn.Module):
@@ -458,6 +477,8 @@ def _put(module: nn.Module, name: str, new: nn.Module) -> None:
 def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     """Write theta in PEFT's format, so that `peft.PeftModel.from_pretrained(base, folder)` computes the same.
 
+    The files name the base: its name (never a path of this machine), its class, and the hash of its parameters.
+
     Args:
       folder: where to write; it is created.
       model: the module that `adapt` returned, or a `TorchModel` around it.
@@ -481,7 +502,7 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     config = {
         "peft_type": "LORA",
         "task_type": None,
-        "base_model_name_or_path": None,
+        "base_model_name_or_path": base_name(module),
         "auto_mapping": base_of(module),
         "inference_mode": True,
         "r": some.rank,
@@ -496,7 +517,11 @@ def save_peft(folder: str | Path, model: Any, theta: Tensor) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     tensors = {key: part.reshape(shape).contiguous() for (key, shape), part in zip(places, parts, strict=True)}
-    save_file(fixed | tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    name = printable(base_name(module))
+    about = {"name": name, "quoted": json.dumps(name), "sha256": base_sha256(module), **base_of(module)}
+    save_file(fixed | tensors, folder / WEIGHTS, metadata={"format": "pt", BASE_SHA256: about["sha256"]})
+    text = README.format(**about, heads=" and a trained head" if heads else "")
+    (folder / PAGE).write_text(text, encoding="utf-8")
 
 
 def load_peft(folder: str | Path, model: Any) -> Tensor:
@@ -511,8 +536,10 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
 
     Raises:
       SordinoError: a file is missing, or does not fit the model. Matrices that the model has frozen must be those of
-        the file.
+        the file, and so must the parameters of its base, where `save_peft` wrote it: PEFT's own files say nothing of
+        them.
     """
+    from safetensors import safe_open
     from safetensors.torch import load_file
 
     module, places, fixed = _places(model)
@@ -530,16 +557,23 @@ def load_peft(folder: str | Path, model: Any) -> Tensor:
             f"folder: its base is a {written['base_model_class']}, but the model is a {here['base_model_class']}; "
             "build the model of the folder."
         )
+    with safe_open(folder / WEIGHTS, framework="pt") as store:
+        trained_on = (store.metadata() or {}).get(BASE_SHA256)
+    shapes = dict(places) | {key: tuple(value.shape) for key, value in fixed.items()}
     if (config["r"], config["lora_alpha"]) != (some.rank, some.alpha):
         raise SordinoError(
             f"folder: it has rank {config['r']} and alpha {config['lora_alpha']:g}, but the model has {some.rank} and "
             f"{some.alpha:g}; build the model with those of the folder."
         )
-    shapes = dict(places) | {key: tuple(value.shape) for key, value in fixed.items()}
     wrong = [key for key, shape in shapes.items() if key not in tensors or tuple(tensors[key].shape) != shape]
     if wrong or len(tensors) != len(shapes):
         odd = wrong[0] if wrong else min(tensors.keys() - shapes.keys())
         raise SordinoError(f"folder: '{folder / WEIGHTS}' does not fit the model at {odd}.")
+    if trained_on is not None and trained_on != (found := base_sha256(module)):
+        raise SordinoError(
+            f"folder: its base, {config.get('base_model_name_or_path')}, has parameters of SHA-256 {trained_on}, and "
+            f"the base of the model {found}; build the model from the weights that the adapters were trained on."
+        )
     if other := [key for key, value in fixed.items() if not torch.equal(tensors[key].float(), value)]:
         raise SordinoError(
             f"folder: its {other[0]} is not that of the model, which is frozen (freeze-a); build the model with the "
@@ -558,6 +592,43 @@ def base_of(module: nn.Module) -> dict[str, str]:
     """The class that adapters belong to and its library, as PEFT's `auto_mapping` names them."""
     network = module.get_submodule("network") if _inner(module) else module
     return {"base_model_class": type(network).__name__, "parent_library": type(network).__module__}
+
+
+def base_name(module: nn.Module) -> str:
+    """What the base is called: its name at the hub, or the name of the folder that it was read from, without the path;
+    the name of its class where it was read from neither."""
+    network = module.get_submodule("network") if _inner(module) else module
+    config = getattr(network, "config", None)
+    known = str(getattr(config, "_name_or_path", "") or "")
+    if getattr(config, "_commit_hash", None) and re.fullmatch(r"[\w.-]+/[\w.-]+", known):
+        return known
+    last = re.split(r"[/\\]", known.rstrip("/\\"))[-1]
+    return last if last.strip(".") else type(network).__name__
+
+
+def base_sha256(model: Any) -> str:
+    """The hash of the base that adapters were put on: of names, shapes and float32 values of all parameters but those
+    of adapters and head, sorted by name.
+
+    Args:
+      model: the module that `adapt` returned, or a `TorchModel` around it.
+
+    Returns:
+      The SHA-256.
+    """
+    module = module_of(model)
+    modules = dict(module.named_modules())
+    owned = [name for name, m in modules.items() if isinstance(m, Adapter | GroupedLinear)]
+    digest = hashlib.sha256()
+    for name, value in sorted(module.named_parameters()):
+        owner, _, last = name.rpartition(".")
+        if owner in owned:
+            continue
+        if isinstance(modules.get(owner.removesuffix(".base")), LoRALinear):
+            owner = owner.removesuffix(".base")
+        digest.update(f"{owner.removeprefix(_inner(module))}.{last} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().float().contiguous().numpy().astype("<f4").tobytes())
+    return digest.hexdigest()
 
 
 def _inner(module: nn.Module) -> str:

@@ -98,6 +98,8 @@ def entry(name: str) -> ModelEntry:
     if plugin is None:
         raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *plugins.found(plugins.MODELS)])}")
     loaded = plugin.load()
+    if plugin.own and _builds_a_method(loaded):
+        raise SordinoError(plugins.not_registered(name))
     if not isinstance(loaded, ModelEntry) and not callable(loaded):
         raise SordinoError(f"model: '{name}' is a {type(loaded).__name__}; name a function that builds a module.")
     known = loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
@@ -109,6 +111,13 @@ def entry(name: str) -> ModelEntry:
                 "default."
             )
     return known
+
+
+def _builds_a_method(loaded: Any) -> bool:
+    """Whether code of the user's own is a method's factory or entry, which has the option `unit` and no `features`."""
+    factory = getattr(loaded, "factory", loaded)
+    options = inspect.signature(factory).parameters if callable(factory) else {}
+    return "unit" in options and "features" not in options
 
 
 def plugin_of(name: str) -> plugins.Plugin | None:

@@ -11,8 +11,9 @@ from typing import NamedTuple
 from sordino import files
 from sordino.core import Trust
 from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
-from sordino.evidence.charges import whole_run
 from sordino.evidence.ledger import ANY_CHOICE, Ledger
+from sordino.evidence.spent import Charge
+from sordino.federation import promises
 from sordino.federation import tls as link_files
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.derived import stated
@@ -238,6 +239,11 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
         if terms is not None and (cost := _cost(config, terms)) > config.epsilon:
             yield Check(False, "budget", f"the run costs ε = {cost:.4g}, above the limit {config.epsilon:g}")
         return
+    entries: list[Charge] = []
+    try:
+        entries = promises.of_open_studies(config)
+    except SordinoError as error:
+        yield Check(False, "runs", f"{error} What open studies were promised is not known")
     with Ledger(path, read_only=True) as ledger:
         found = list(_ledger(site, ledger))
         yield from found
@@ -245,18 +251,26 @@ def _budget(site: Site, coordinator: Path | None) -> Iterator[Check]:
             yield from _any_choice(config, ledger, terms)
         if terms is None or not found[0].fine:
             return
+        promised, who, says = ledger.unpaid(entries), _account(ledger), f"the run costs ε = {_cost(config, terms):.4g}"
         try:
-            mine = terms.names.index(config.name)
-            entries = whole_run(terms.plan, mine, terms.run)
-            ledger.afford([entry._replace(who=_account(ledger)) for entry in entries])
-            yield Check(
-                True,
-                "budget",
-                f"the run costs ε = {_cost(config, terms):.4g}, which fits if all sites have this site's size",
-            )
+            if _run_of(coordinator) in {entry.plan for entry in entries}:
+                ledger.afford(promised)
+                says = "the run has begun here, and what is not spent of it yet is promised to it, and fits"
+            else:
+                ledger.afford([*promised, *promises.cost(terms, terms.names.index(config.name), who)])
+                says += ", which fits if all sites have this site's size"
+            yield Check(True, "budget", says)
         except OverspentError as error:
-            left = ledger.left(_account(ledger), (config.epsilon, config.delta)) or 0.0
+            left = ledger.left(who, (config.epsilon, config.delta), promised=promised) or 0.0
             yield Check(False, "budget", f"{error} Without minibatches, a run of up to ε = {left:.4g} fits.")
+
+
+def _run_of(coordinator: Path | None) -> str:
+    """The name of the run that a coordinator has begun; empty if it has begun none."""
+    try:
+        return "" if coordinator is None else Terms.read((coordinator / "run" / "terms.json").read_text("utf-8")).run
+    except (OSError, SordinoError):
+        return ""
 
 
 def _cost(config: SiteConfig, terms: Terms) -> float:

@@ -53,7 +53,7 @@ class Measure(NamedTuple):
 
 
 ACCURACY = Measure("accuracy", "accuracy", "test accuracy, %", 100, (0, 100))
-SHARES = ("auc", "brier", "concordance")  # metrics between 0 and 1
+SHARES = ("auc", "balanced_accuracy", "macro_auc", "brier", "concordance")  # metrics between 0 and 1
 
 
 class TableCell(NamedTuple):

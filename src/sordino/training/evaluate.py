@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,21 @@ def predictions(model: BuiltModel, theta: Tensor, x: Tensor) -> np.ndarray:
     return np.asarray(z.cpu().numpy())
 
 
-def evaluate(model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: float = 1.0) -> dict[str, float]:
+def evaluate(
+    model: BuiltModel, theta: Tensor, x: Tensor, y: Tensor, *, unit: float = 1.0, last: bool = False
+) -> dict[str, float]:
     """The metrics of a round, on records outside the guarantee.
 
-    Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy and log loss. Quantities: mean squared
-    error and R². Counts: deviance and its share explained, and mean absolute error. Survival: concordance and Brier
-    score. Sequences: perplexity. A metric that is not defined is left out; only the first is always there, as NaN if
-    need be. `unit` is how much 1 in y is, where labels are numbers.
+    Two classes: accuracy, AUC, log loss and Brier score. Many classes: accuracy, balanced accuracy and log loss, and
+    after the last round the mean AUC. Quantities: mean squared error and R². Counts: deviance and its share explained,
+    and mean absolute error. Survival: concordance and Brier score. Sequences: perplexity. A metric that is not defined
+    is left out; only the first is always there, as NaN if need be. `unit` is how much 1 in y is, where labels are
+    numbers; `last` says whether it is the last round.
     """
     task = task_of(model)
     labelled = in_units(task, y, predictions(model, theta, x), unit)
-    scores = metrics.score(task, *labelled, edges=edges_of(model))
+    names = metrics.OF_THE_LAST_ROUND[task] if last else metrics.OF_A_ROUND[task]
+    scores = metrics.score(task, *labelled, names, edges=edges_of(model))
     first = metrics.OF_A_ROUND[task][0]
     return {k: math.nan if v is None else v for k, v in scores.items() if v is not None or k == first}
 
@@ -86,9 +91,10 @@ def evaluate_fully(
     *,
     counts: bool = True,
     unit: float = 1.0,
+    classes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Every metric, on records outside the guarantee: for two classes also calibration, sensitivity and specificity;
-    for sequences also the perplexity before training.
+    for many classes recall and AUC of each; for sequences also the perplexity before training.
 
     Args:
       model: the model.
@@ -96,8 +102,10 @@ def evaluate_fully(
       x: features.
       y: labels.
       threshold: records whose probability of the second class is above it count as positive.
-      counts: whether the calibration curve may tell how many records each of its groups holds.
+      counts: whether the calibration curve may tell how many records each of its groups holds, and the classes how
+        many they have.
       unit: how much 1 in y is, where labels are numbers.
+      classes: names of the classes; without them they are numbered.
     """
     task = task_of(model)
     labelled = in_units(task, y, predictions(model, theta, x), unit)
@@ -105,10 +113,11 @@ def evaluate_fully(
     if task is Task.SEQUENCES:
         before = metrics.score(task, labelled[0], predictions(model, model.init().to(theta), x))
         found["perplexity_before"] = before["perplexity"]
-    if not counts and "calibration_curve" in found:
-        found["calibration_curve"] = [
-            {k: v for k, v in group.items() if k != "records"} for group in found["calibration_curve"]
-        ]
+    if classes and "classes" in found:
+        found["classes"] = [{**row, "class": name} for row, name in zip(found["classes"], classes, strict=True)]
+    for name in ("calibration_curve", "classes"):
+        if not counts and name in found:
+            found[name] = [{k: v for k, v in group.items() if k != "records"} for group in found[name]]
     return found
 
 

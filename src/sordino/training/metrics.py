@@ -36,7 +36,7 @@ class Task(StrEnum):
 
 OF_A_ROUND: Mapping[Task, tuple[str, ...]] = {
     Task.TWO_CLASSES: ("accuracy", "auc", "log_loss", "brier"),
-    Task.MANY_CLASSES: ("accuracy", "log_loss"),
+    Task.MANY_CLASSES: ("accuracy", "balanced_accuracy", "log_loss"),
     Task.QUANTITIES: ("mse", "r2"),
     Task.COUNTS: ("deviance", "d2", "mae"),
     Task.SURVIVAL: ("concordance", "brier"),
@@ -44,13 +44,21 @@ OF_A_ROUND: Mapping[Task, tuple[str, ...]] = {
 }
 RANKING: Mapping[Task, tuple[str, ...]] = {  # the first: by default
     **OF_A_ROUND,
+    Task.MANY_CLASSES: ("accuracy", "balanced_accuracy", "macro_auc", "log_loss"),
     Task.QUANTITIES: ("r2", "mse", "mae"),
     Task.COUNTS: ("d2", "deviance", "mae"),
 }
+OF_THE_LAST_ROUND: Mapping[Task, tuple[str, ...]] = {  # an AUC per class sorts all records once per class
+    **OF_A_ROUND,
+    Task.MANY_CLASSES: RANKING[Task.MANY_CLASSES],
+}
+SHARES = frozenset(("accuracy", "balanced_accuracy"))  # written in per cent
 LOWER_IS_BETTER = frozenset(("log_loss", "brier", "mse", "mae", "deviance", "perplexity"))
 NAMES = {
     "accuracy": "accuracy",
+    "balanced_accuracy": "balanced accuracy",
     "auc": "AUC",
+    "macro_auc": "mean AUC of one class against the rest",
     "log_loss": "log loss",
     "brier": "Brier score",
     "r2": "R²",
@@ -105,8 +113,9 @@ def full(
 ) -> dict[str, Any]:
     """Every metric of the task. Arguments as of `score`.
 
-    For two classes also calibration, and what a threshold does; for counts the mean predicted and observed; for
-    survival the Brier score at each edge, and mean predicted against observed survival there.
+    For two classes also calibration, and what a threshold does; for many classes recall and AUC of each; for counts the
+    mean predicted and observed; for survival the Brier score at each edge, and mean predicted against observed survival
+    there.
 
     threshold: records whose probability of the second class is above it count as positive.
     """
@@ -116,6 +125,8 @@ def full(
         return {**metrics, "mean_predicted": _finite(_mean(predicted)), "observed": _finite(_mean(y))}
     if task is Task.SURVIVAL:
         return {**metrics, "survival_curve": survival_curve(y, predicted, edges)}
+    if task is Task.MANY_CLASSES:
+        return {**metrics, "classes": per_class(y, predicted)}
     if task is not Task.TWO_CLASSES:
         return metrics
     with np.errstate(all="ignore"):
@@ -163,10 +174,10 @@ def goodness(name: str, value: float | None) -> float:
 
 
 def written(name: str, value: float | None, std: float | None = None) -> str:
-    """A value for people: accuracy in per cent, other metrics to four digits."""
+    """A value for people: accuracies in per cent, other metrics to four digits."""
     if value is None or math.isnan(value):
         return "not defined"
-    form = ".2%" if name == "accuracy" else ".4g"
+    form = ".2%" if name in SHARES else ".4g"
     return f"{value:{form}}" + ("" if std is None else f" ± {std:{form}}")
 
 
@@ -190,6 +201,20 @@ def auc(y: np.ndarray, scores: np.ndarray) -> float:
     pairs = positive.sum() * negative.sum()
     below = np.cumsum(negative) - negative
     return float((positive * (below + negative / 2)).sum() / pairs) if pairs else math.nan
+
+
+def per_class(y: np.ndarray, logits: np.ndarray) -> list[dict[str, Any]]:
+    """For each class: the share of its records that are predicted as it (recall, sensitivity), the AUC of its
+    probability against all other classes, and its records. What a class without records does not define is None.
+
+    >>> per_class(np.array([0, 0, 2]), np.array([[2.0, 0, 0], [0, 1, 0], [0, 0, 1]]))[0]
+    {'class': 0, 'recall': 0.5, 'auc': 0.75, 'records': 2}
+    """
+    recalls, areas = _recalls(y, logits), _areas(y, logits)
+    return [
+        {"class": k, "recall": _finite(recall), "auc": _finite(area), "records": int((y == k).sum())}
+        for k, (recall, area) in enumerate(zip(recalls, areas, strict=True))
+    ]
 
 
 def entropy(y: np.ndarray) -> float:
@@ -340,6 +365,38 @@ def _accuracy_of_many(y: np.ndarray, z: np.ndarray) -> float:
     return _share((z.argmax(-1) == y) & ~np.isnan(z).any(-1))
 
 
+def _recalls(y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    right = (z.argmax(-1) == y) & ~np.isnan(z).any(-1)
+    labels = y.astype(np.int64)
+    of_class = np.bincount(labels, minlength=z.shape[-1])
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.bincount(labels, weights=right, minlength=z.shape[-1]) / of_class)
+
+
+def _areas(y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    with np.errstate(all="ignore"):
+        odds = _log_odds_of_each(z)
+    return np.array([auc(np.where(y == k, 1, 0), odds[:, k]) for k in range(z.shape[-1])])
+
+
+def _log_odds_of_each(z: np.ndarray) -> np.ndarray:
+    """The log-odds of each class's probability. They order records whose probability rounds to 1, too."""
+    top = z.argmax(-1)[:, None]
+    best = np.take_along_axis(z, top, -1)
+    others = z.copy()
+    np.put_along_axis(others, top, -np.inf, -1)
+    rest = np.logaddexp.reduce(others, -1, keepdims=True)
+    share = z - np.logaddexp(best, rest)  # the logarithm of the probability
+    odds: np.ndarray = share - np.log1p(-np.exp(share))
+    np.put_along_axis(odds, top, best - rest, -1)
+    return odds
+
+
+def _mean_of_defined(values: np.ndarray) -> float:
+    """The mean over the classes that have records; NaN if there are none."""
+    return _mean(values[~np.isnan(values)])
+
+
 def _r2(y: np.ndarray, predicted: np.ndarray) -> float:
     y = y.astype(np.float64)
     spread = np.square(y - y.mean()).sum() if len(y) else 0.0
@@ -357,7 +414,12 @@ _COMPUTE: Mapping[Task, Mapping[str, Any]] = {
         "log_loss": _log_loss_of_two,
         "brier": lambda y, z: _mean(np.square(_probability(z) - y)),
     },
-    Task.MANY_CLASSES: {"accuracy": _accuracy_of_many, "log_loss": _log_loss_of_many},
+    Task.MANY_CLASSES: {
+        "accuracy": _accuracy_of_many,
+        "balanced_accuracy": lambda y, z: _mean_of_defined(_recalls(y, z)),
+        "macro_auc": lambda y, z: _mean_of_defined(_areas(y, z)),
+        "log_loss": _log_loss_of_many,
+    },
     Task.QUANTITIES: {
         "mse": lambda y, p: _mean(np.square(y.astype(np.float64) - p)),
         "mae": lambda y, p: _mean(np.abs(y.astype(np.float64) - p)),

@@ -118,7 +118,7 @@ A {about["kind"]} model of {size}, trained with the method {cert["method"]} on t
 certificate, and shows who signed it. `sordino predict` and `sordino.load_run` refuse another model than this one.
 
 - Model SHA-256: `{cert["model_sha256"]}`
-- {_signed(cert)}
+{_base(about)}- {_signed(cert)}
 """
 
 
@@ -231,6 +231,15 @@ def _data(about: Mapping[str, Any], schema: Schema | None) -> str:
         f"is declared to be written without looking at the records.{task}{unused} {scaled}\n\n"
         f"| column | type | what a value becomes |\n|---|---|---|\n{rows}{more}"
     ).rstrip()
+
+
+def _base(about: Mapping[str, Any]) -> str:
+    """The weights that training began with, where they are those of a folder; empty for other models."""
+    model = about.get("model") or {}
+    if not model.get("weights_sha256"):
+        return ""
+    name = _cell(read_json(model["options"]).get("weights"))
+    return f"- Base: the weights `{name}`, whose files have the SHA-256 `{model['weights_sha256']}`\n"
 
 
 def _signed(cert: Mapping[str, Any]) -> str:

@@ -358,7 +358,8 @@ def rounds(run: PreparedRun, out: Path | None = None, team: Team = ALONE) -> Ite
             last = done == run.plan.rounds
             scores: dict[str, Any] = {}
             if last or done % run.resolved.evaluate_every == 0:
-                scores = _line(evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit))
+                found = evaluate(run.model, this_round.model, x, y.to(x.device), unit=run.dataset.unit, last=last)
+                scores = _line(found)
             if last and not run.dataset.sequences:
                 scores["no_better"] = no_better(run.dataset, scores)  # for the model card; empty if it is better
             line: dict[str, Any] = {
@@ -535,8 +536,8 @@ def final_metrics(run: PreparedRun, out: Path) -> dict[str, Any]:
         return {}
     x, y = torch.from_numpy(run.dataset.x_test).to(run.records.x), torch.from_numpy(run.dataset.y_test)
     counts = run.plan.privacy.unit.sizes_public
-    threshold, unit = run.resolved.spec.threshold, run.dataset.unit
-    return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=unit)
+    threshold, data = run.resolved.spec.threshold, run.dataset
+    return evaluate_fully(run.model, theta.to(x), x, y, threshold, counts=counts, unit=data.unit, classes=data.classes)
 
 
 def _final_model(run: PreparedRun, out: Path) -> Tensor | None:

@@ -80,13 +80,14 @@ def quick(monkeypatch):
     monkeypatch.setattr(deploy, "_checked", lambda path, authority: path.parent.name)
 
 
-def test_a_process_that_hears_nothing_or_ended_is_started_again(place, quick, monkeypatch):
+@pytest.mark.parametrize("state", ["unsigned", "silent"])
+def test_a_process_that_hears_nothing_or_ended_is_started_again(place, quick, monkeypatch, state):
     (port,) = processes.free_ports(1)
     for name in ("supernode_command", "worker_command"):
         monkeypatch.setattr(commands, name, lambda *_, **__: SLEEP)
     for name in ("SILENT_SECONDS", "TURN_SECONDS"):  # at the second look both were silent for long enough
         monkeypatch.setattr(deploy, name, 0.5)
-    monkeypatch.setattr(reach, "reach", lambda link, authority: "silent")
+    monkeypatch.setattr(reach, "reach", lambda link, authority: state)
     started = []
     plain = processes.Processes.start
     monkeypatch.setattr(
@@ -96,14 +97,17 @@ def test_a_process_that_hears_nothing_or_ended_is_started_again(place, quick, mo
     try:
         assert next(lines)["what"] == "joining"
         began = time.monotonic()
-        assert next(lines) == {"what": "link", "state": "silent", "link": "host:1"}
-        first = next(lines)  # neither of them touches its pulse
-        assert (first["what"], first["process"]) == ("restarted", "node")
-        assert "heard nothing" in first["why"]
-        assert time.monotonic() - began >= 0.5
+        assert next(lines) == {"what": "link", "state": state, "link": "host:1"}
+        if state != "silent":  # else the node waits for a coordinator that is not there, and that was told
+            first = next(lines)  # neither of them touches its pulse
+            assert (first["what"], first["process"]) == ("restarted", "node")
+            assert "heard nothing" in first["why"]
+            assert time.monotonic() - began >= 0.5
         second = next(lines)  # the worker comes before the link is tried again
         assert (second["what"], second["process"]) == ("restarted", "worker")
         assert started[:3] == ["node", "worker", "node"]
+        third = next(lines)  # that nobody answers is told once
+        assert third["what"] == ("restarted" if state == "silent" else "link")
     finally:
         lines.close()
 

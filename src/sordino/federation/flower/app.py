@@ -95,7 +95,7 @@ Sites: {names}. `pyproject.toml` says what is trained and how private it is.
 At each site, once:
 
     pip install 'sordino[flower-app]'
-    sordino federate keys NAME SITE_FOLDER --data FILE --label COLUMN --classes A,B --limit 8
+    sordino federate keys NAME SITE_FOLDER --data FILE {described} --limit 8
     sordino federate serve SITE_FOLDER/site.toml --socket /run/sordino/NAME.sock      # as the owner of the data
     flower-supernode … --node-config 'sordino-socket="/run/sordino/NAME.sock"'        # as another user
 
@@ -232,7 +232,7 @@ def write_study(study: Path, folder: Path) -> list[Path]:
     import tomli_w
 
     from sordino.federation.config import FederationConfig
-    from sordino.federation.folders import proposed
+    from sordino.federation.folders import described_by, proposed
     from sordino.secagg import Roster
 
     config = FederationConfig.read(study / "federation.toml")
@@ -256,7 +256,11 @@ def write_study(study: Path, folder: Path) -> list[Path]:
     head = PYPROJECT.format(first=FIRST_PUBLIC, package=PACKAGE, folder=FOLDER)
     outer = {
         "pyproject.toml": head + tomli_w.dumps(plain),
-        "README.md": README.format(names=", ".join(config.sites), folder="~/sordino/flower-RUN/run"),
+        "README.md": README.format(
+            names=", ".join(config.sites),
+            folder="~/sordino/flower-RUN/run",
+            described=described_by(config.classes, schema=config.schema is not None),
+        ),
     }
     package = folder / PACKAGE
     package.mkdir(parents=True, exist_ok=True)

@@ -204,22 +204,22 @@ def join(path: Path, link: str, authority: Path, *, port: int = 9094) -> Iterato
                     if name in running.processes:
                         refused = running.ended(name) == NOT_ACCEPTED
                         running.end(name)
-                        if not refused:
+                        if refused and told != "refused":
+                            told = "refused"
+                            yield {"what": "link", "state": told, "link": link, "site": site, "file": str(path)}
+                        elif not refused and not (name == "node" and told == "silent"):  # it waits for a coordinator
                             yield {
                                 "what": "restarted",
                                 "process": name,
                                 "why": why,
                                 "log": os.path.relpath(running.log(name)),
                             }
-                        elif told != "refused":
-                            told = "refused"
-                            yield {"what": "link", "state": told, "link": link, "site": site, "file": str(path)}
                         time.sleep(RESTART_SECONDS)
                     heard[name].begin()
                     running.start(name, command, env)
                     started |= name == "node"
             connected &= not started
-            if (state := reached.news(started)) and state != "connected":
+            if (state := reached.news(started)) and state != "connected" and (state, told) != ("silent", "silent"):
                 told = state
                 yield {"what": "link", "state": state, "link": link}
             if not connected and heard["node"].answered:
@@ -292,5 +292,8 @@ def _needs_start(running: Processes, name: str, heard: Silence) -> str:
     if name not in running.processes:
         return "new"
     if (status := running.ended(name)) is not None:
-        return f"it ended with status {status}"
+        from sordino.federation.flower.supernode import DEAF
+
+        over = "its connection to the link ended, as it does when the coordinator is done or stops"
+        return over if name == "node" and status == DEAF else f"it ended with status {status}"
     return f"it heard nothing for {heard.seconds:.0f} s" if heard.seconds > SILENT_SECONDS else ""

@@ -243,7 +243,7 @@ def serve(
                 stop.wait(1.0)
             except httpx.TransportError:
                 if not disconnected:
-                    log.warning("The SuperNode at %s does not answer; trying again.", address)
+                    log.info("The SuperNode at %s does not answer yet; this worker waits for it.", address)
                 disconnected = True
                 stop.wait(0.5)
             except Exception:
