@@ -35,6 +35,7 @@ from sordino.privacy.releases import FEW_RATES, MOST_RATES, visible
 from sordino.studies import private_tuning
 from sordino.training import run as runs
 from sordino.training.spec import Spec
+from tests.support import tiers
 
 MODEL = Linear(2, 3)
 SECRET = 2**120 + 7
@@ -815,3 +816,72 @@ def test_a_paid_search_knows_no_sampled_runs():
         private_tuning.search(
             {**values, **CLIENT, "schedule_seed": SECRET}, {"lr": (0.5, 1.0)}, load("digits"), "public"
         )
+
+
+# Noise of some clients over the clip, from searches that began from the last account's factor, one after the other.
+CHOSEN = [0, 10, 20, 29]
+UNEQUAL = (
+    ("untrusted-server", "fixed:7", "add-remove", 500, 4, 8.0, (1.4062, 0.6901, 0.4734, 0.3829)),
+    ("untrusted-server", "fixed:7", "replace-one", 50, 4, 2.0, (2.5578, 0.9219, 0.6957, 0.5657)),
+    ("untrusted-server", "full", "add-remove", 300, 16, 0.5, (121.7948, 30.6996, 6.8523, 1.9919)),
+    ("secure-aggregation", "fixed:7", "replace-one", 500, 16, 0.5, (166.8602, 27.81, 5.7538, 1.3349)),
+    ("secure-aggregation", "full", "add-remove", 200, 4, 2.0, (57.6161, 12.0034, 2.4208, 0.5762)),
+    ("secure-aggregation", "full", "replace-one", 50, 16, 8.0, (50.371, 8.3952, 1.7369, 0.403)),
+)
+
+
+@pytest.mark.parametrize(
+    ("trust", "who", "adjacency", "rounds", "batch", "epsilon", "noise"),
+    tiers(UNEQUAL, [*UNEQUAL[1:3], UNEQUAL[4]]),
+)
+def test_the_noise_of_unequal_clients_with_epochs(trust, who, adjacency, rounds, batch, epsilon, noise):
+    """As before to the tolerance of the search, and every client keeps epsilon. Mutant: 4 % less noise."""
+    sizes = tuple(int(size) for size in np.geomspace(20, 2000, 30))
+    p = Plan(
+        build("dp-fedgd"), rounds, sizes, Privacy(epsilon, 1e-5, adjacency=adjacency, trust=trust), who,
+        sampling=f"allocation:{batch}",
+    )  # fmt: skip
+    found = calibration.query_noises(p)[0]
+    np.testing.assert_allclose((found.std / found.scale)[CHOSEN], noise, rtol=subsampled.EPOCH_TOLERANCE)
+    spent = [spending.client_epsilon(p, client) for client in CHOSEN]
+    assert max(spent) <= epsilon
+    if trust == "untrusted-server":  # elsewhere another client may decide
+        assert max(spent) > 0.97 * epsilon
+        less = replace(p)
+        less.__dict__["sordino.privacy.calibration.query_noises"] = (found._replace(std=0.96 * found.std),)
+        assert spending.client_epsilon(less, CHOSEN[int(np.argmax(spent))]) > epsilon, "the mutant is found out"
+
+
+def test_accounts_that_another_one_exceeds_are_left_out(monkeypatch):
+    """Compared many at once, those that stay are those of one comparison after the other."""
+
+    def one_by_one(accounts):
+        sensitivity, std, times, rate = (accounts[:, k:-1:4] for k in range(4))
+        made = times > 0
+        sizes = np.hstack([made * sensitivity / std, times, made * rate, 1 / accounts[:, -1:]])
+        kept = []
+        for n in np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1)):
+            if not any((sizes[other] >= sizes[n]).all() for other in kept):
+                kept.append(n)
+        return accounts[kept]
+
+    monkeypatch.setattr(calibration, "COMPARED", 7)
+    draws = np.random.default_rng(3)
+    for queries in (1, 2):
+        columns = [draws.choice([0.5, 1.0, 2.0], (60, 4)) * draws.choice([1, 1, 0.7], (60, 4)) for _ in range(queries)]
+        accounts = np.unique(np.hstack([*columns, draws.choice([1.0, 2.0], (60, 1))]), axis=0)
+        kept = calibration._largest(accounts)
+        assert 1 < len(kept) < len(accounts)
+        np.testing.assert_array_equal(kept, one_by_one(accounts))
+
+
+@pytest.mark.parametrize("sampler", [Sampler.POISSON, Sampler.ALLOCATION])
+def test_weights_of_many_strict_clients_are_those_of_separate_searches(sampler, monkeypatch):
+    """To one step of their grid. Mutant: every client counts as the one with the smallest epsilon."""
+    sizes, epsilons = np.arange(40, 240, 10), np.append(2.0, np.geomspace(0.5, 1.9, 19))
+    facts = 1 / sizes, 1 / (sizes // 4), np.full(20, 30), sampler, epsilons, 1e-5, Adjacency.ADD_REMOVE
+    together = np.log2(strict.factors(*facts)) * strict.STEPS
+    monkeypatch.setattr(strict, "MOST_ALONE", 20)
+    alone = np.log2(strict.factors(*facts)) * strict.STEPS
+    assert np.abs(together - alone).max() < 1.5
+    assert np.abs(alone - alone.min()).max() > 30, "the mutant is found out"

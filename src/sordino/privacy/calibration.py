@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 
@@ -47,6 +48,7 @@ MOST_RATIO = 1e9  # of rates that are taken for one
 TOGETHER = 16  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
 EPOCH_ACCOUNTS = 24  # with epochs, where every message is visible: each is searched by itself
+COMPARED = 256  # accounts that are compared with others at once
 NO_RELEASE = 0.1  # releases: what none counts for where accounts are compared
 TIMES_STEP = 1.015  # where every message is visible and accounts are many, numbers of releases rise by this factor
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
@@ -312,13 +314,17 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
         limits = [limit(account) for account in accounts]
         first, largest = int(np.argmax(limits)), max(limits)
         others = [account for n, account in enumerate(accounts) if n != first]
-        groups = [[accounts[first]], *_grouped(others, lambda group: limit(_merged(group)) < GROUPED * largest)]
+        grouped = _grouped(others, lambda group: limit(_merged(group)) < GROUPED * largest)
+        # Those that may need most come first: later ones are then compared with what decides.
+        groups = [[accounts[first]], *sorted(grouped, key=lambda group: -limit(_merged(group)))]
     most, prepared = 0.0, 0
     while groups:
         if coarse and most and not prepared:
             prepared = min(len(groups), TOGETHER)
-            ahead = [_with_noise(_merged(group), most) for group in groups[:prepared]]
-            subsampled.prepare(ahead, delta, adjacency)
+            ahead = [_merged(group) for group in groups[:prepared]]
+            parts = [limit(each) / largest if largest else 0.0 for each in ahead]
+            scaled = [_with_noise(each, most) for each in ahead]
+            subsampled.prepare(zip(scaled, parts, strict=True), delta, adjacency)
         group, prepared = groups.pop(0), max(prepared - 1, 0)
         together = _merged(group)
         if most:
@@ -348,19 +354,25 @@ def _few(accounts: list[SampledAccount]) -> list[SampledAccount]:
     most = int(MOST_RELEASES / max(1.0, each))
     if len(accounts) <= most:
         return accounts
+    facts = [
+        (_rates(account), account.epsilon, [release.sampler for release in account.releases], account)
+        for account in sorted(accounts, key=lambda account: account.epsilon)
+    ]
 
     def grouped(factor: float) -> list[list[SampledAccount]]:
-        alike: list[list[SampledAccount]] = []  # by epsilon, in ascending order
-        for account in sorted(accounts, key=lambda account: account.epsilon):
-            if alike and account.epsilon <= factor * alike[-1][0].epsilon:
-                alike[-1].append(account)
-            else:
-                alike.append([account])
-
-        def near(group: list[SampledAccount]) -> bool:
-            return _rates(group[-1]) <= [factor * rate for rate in _rates(group[0])]
-
-        return [group for each in alike for group in _grouped(each, near)]
+        starts = [0]  # of those with like epsilons
+        for n, (_, epsilon, *_) in enumerate(facts):
+            if epsilon > factor * facts[starts[-1]][1]:
+                starts.append(n)
+        groups: list[list[SampledAccount]] = []
+        for start, stop in zip(starts, [*starts[1:], len(facts)], strict=True):
+            limits, kinds = None, None
+            for rates, _, samplers, account in sorted(facts[start:stop], key=itemgetter(0)):
+                if limits is None or samplers != kinds or rates > limits:
+                    groups.append([])
+                    limits, kinds = [factor * rate for rate in rates], samplers
+                groups[-1].append(account)
+        return groups
 
     low, high = 1.0, 2.0
     while len(grouped(high)) > most and high < MOST_RATIO:
@@ -479,11 +491,28 @@ def _largest(accounts: np.ndarray) -> np.ndarray:
     sensitivity, std, times, rate = (accounts[:, k:-1:4] for k in range(4))
     made = times > 0
     sizes = np.hstack([made * sensitivity / std, times, made * rate, 1 / accounts[:, -1:]])
-    kept: list[int] = []
-    for n in np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1)):
-        if not (sizes[kept] >= sizes[n]).all(1).any():
-            kept.append(int(n))
+    order = np.argsort(-(sizes / np.maximum(sizes.max(0), 1e-300)).sum(1))
+    kept = order[:0]
+    for start in range(0, len(order), COMPARED):
+        some = order[start : start + COMPARED]
+        some = some[~_exceeded(sizes[some], sizes[kept])]
+        earlier = np.tri(len(some), k=-1, dtype=bool)  # an account is compared with those before it
+        kept = np.append(kept, some[~_exceeded(sizes[some], sizes[some], earlier)])
     return np.asarray(accounts[kept])
+
+
+def _exceeded(sizes: np.ndarray, others: np.ndarray, among: np.ndarray | bool = True) -> np.ndarray:
+    """Which of these rows another row exceeds, or equals, in every number.
+
+    Args:
+      sizes: the rows.
+      others: the other rows.
+      among: which of the others count for which row.
+    """
+    exceeds = np.full((len(sizes), len(others)), among)
+    for own, of_others in zip(sizes.T, others.T, strict=True):
+        exceeds &= of_others >= own[:, None]
+    return np.asarray(exceeds.any(1))
 
 
 def _shares(declared: list[float | None], counts: np.ndarray) -> np.ndarray:

@@ -97,8 +97,8 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
         squares = [path.squares[k] for path, k in zip(paths, over, strict=True)]
         return np.array(over).clip(max=1), np.sqrt(squares)
     if not mechanism.spans_rounds:
-        came = np.concatenate([np.zeros(0, dtype=int), *_stage_cohorts(plan, stage, done)])
-        return np.bincount(came, minlength=plan.clients) * query.calls, np.ones(plan.clients)
+        rounds_of = _rounds_of_clients(plan)[stage] if done is None else _times_drawn(plan, stage, done)
+        return rounds_of * query.calls, np.ones(plan.clients)
     patterns, which = _attendances(plan, stage, done)
     drawn, own = bool((sampling_rates(plan, query) < 1).any()), not plan.only_sums_visible
     factors = []
@@ -107,6 +107,18 @@ def release_counts(plan: Plan, stage: int, query: Query, done: int | None = None
         factors.append(mechanism.sensitivity_factor(attended, own) if factor is None else factor)
     counts = np.array([len(attended) for attended in patterns])[which]
     return counts if drawn else counts.clip(max=1), np.array(factors)[which]
+
+
+@memoised
+def _rounds_of_clients(plan: Plan) -> list[np.ndarray]:
+    """Per stage, the number of rounds of each client."""
+    return [_times_drawn(plan, stage, None) for stage in range(len(plan.stages))]
+
+
+def _times_drawn(plan: Plan, stage: int, done: int | None) -> np.ndarray:
+    """In how many of the stage's rounds until `done` each client took part."""
+    came = np.concatenate([np.zeros(0, dtype=int), *_stage_cohorts(plan, stage, done)])
+    return np.bincount(came, minlength=plan.clients)
 
 
 def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[np.ndarray], np.ndarray]:

@@ -17,7 +17,7 @@ import math
 import numpy as np
 
 from sordino.core import Adjacency
-from sordino.privacy.accounting import events, subsampled
+from sordino.privacy.accounting import events, many, subsampled
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 
 Array = np.ndarray
@@ -25,6 +25,7 @@ STEPS = 64  # of the grid, per factor of two
 ROOM = 0.005  # below what the account allows, for the tolerance of searches
 MOST_RATES = 8  # of strict clients with the same epsilon, whose rates are rounded up; under allocation FEW_RATES
 FEW_RATES = 4
+MOST_ALONE = 16  # accounts of strict clients that are searched one by one
 MOST_COMPARED = 40  # of the other clients, as to who needs most noise
 
 
@@ -54,22 +55,26 @@ def factors(
     def account(rate: float, number: float, epsilon: float) -> SampledAccount:
         return SampledAccount([SampledGaussian(float(rate), 1.0, int(number), sampler)], 0.0, float(epsilon))
 
-    def needed(asked: SampledAccount) -> float:
+    def needed(asked: list[SampledAccount]) -> list[float]:
+        if len(asked) > MOST_ALONE:
+            return many.scales(asked, delta, adjacency)
         tolerance = subsampled.WIDE if few else subsampled.CLOSE
-        return subsampled.scale(asked.releases, asked.epsilon, delta, adjacency, tolerance=tolerance)
+        return [subsampled.scale(a.releases, a.epsilon, delta, adjacency, tolerance=tolerance) for a in asked]
 
     others = np.unique(np.stack([rates, moved, times], 1)[lenient], axis=0)
     others = others[np.unique(np.linspace(0, len(others) - 1, MOST_COMPARED).astype(int))]
     compared = [(account(rate, number, epsilons.max()), reach) for rate, reach, number in others]
     most, reach = max(compared, key=lambda each: subsampled.limit(each[0], delta, adjacency) * each[1])
-    noise = needed(most) * reach
-    result = np.ones(len(moved))
+    noise = needed([most])[0] * reach
+    groups, accounts = list[Array](), list[SampledAccount]()
     for epsilon in sorted(set(epsilons[~lenient].tolist())):
         asked = np.flatnonzero(epsilons == epsilon)
         rounded = events.coarse(rates[asked], FEW_RATES if few else MOST_RATES, attained=few)
         for rate in sorted(set(rounded.tolist())):
-            clients = asked[rounded == rate]
-            least = needed(account(rate, times[clients].max(), epsilon))
-            result[clients] = noise / np.maximum(least * moved[clients], 1e-300)
+            groups.append(asked[rounded == rate])
+            accounts.append(account(rate, times[groups[-1]].max(), epsilon))
+    result = np.ones(len(moved))
+    for clients, least in zip(groups, needed(accounts), strict=True):
+        result[clients] = noise / np.maximum(least * moved[clients], 1e-300)
     steps = np.ceil(-np.log2(np.maximum(result * (1 - ROOM), math.ulp(0.0))) * STEPS)
     return np.asarray(np.where(lenient, 1.0, np.exp2(-np.clip(steps, 0.0, STEPS * 1000.0) / STEPS)))

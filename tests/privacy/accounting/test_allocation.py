@@ -411,7 +411,8 @@ def test_a_search_starts_near_its_result(adjacency):
         parts, _ = subsampled._fold([SampledGaussian(1 / bins, mu, times, Sampler.ALLOCATION)], adjacency, 0.0)
         factor = subsampled.scale(parts_of(bins, times, mu), epsilon, 1e-5, adjacency)
         limit = subsampled._limit_guess(parts, 0.0, adjacency, gaussian.mu(epsilon, 1e-5))
-        guess, slope = moments.guess(parts, 0.0, epsilon, 1e-5, adjacency, limit)
+        guess, slope, close = moments.guess(parts, 0.0, epsilon, 1e-5, adjacency, limit)
+        assert close
         ratios.append(factor / guess)
         limits.append(factor / limit)
         less = subsampled.epsilon(

@@ -412,7 +412,7 @@ def test_stored_noise_is_read_only_if_whole_and_of_this_version(own_cache, monke
             subsampled.multiplier(*QUESTION)
     good = file.read_text()
     value, seal = good.split()
-    for damaged in ("", "garbage", good[:20], f"{float(value) / 2} {seal}", "\x00" * 100):
+    for damaged in ("", "garbage", good[:20], f"{value.replace('.', '.0')} {seal}", value, "\x00" * 100):
         file.write_text(damaged)
         assert subsampled.multiplier(*QUESTION) == first
         assert file.read_text() == good

@@ -53,7 +53,8 @@ _PLACES = 256  # units in the last place: more than the rounding of a cell's end
 _WRAPPED = 16.0  # -log of the tilted mass that may wrap around
 _AT_ONCE = 8  # alphas of one epoch that are computed together if the first ones are not enough
 MOST_AT_ONCE = 32  # the same of the first ones
-_ROWS = 64  # alphas of several epochs that are computed together, at most
+_PARTS = np.linspace(0.0, 1.0, 60)  # of the range of a term that places a grid
+_ROWS = 128  # alphas of several epochs that are computed together, at most
 MOST_PROFILES = 4096  # that are remembered
 _SHORTFALL = 8.0  # standard deviations by which the other terms may fall short of their mean before a cut costs much
 _UNIT = 2.0**-52
@@ -290,17 +291,17 @@ def _beyond(values: Array, first: Array, mass: Array, rounds: int, grid: _SumGri
 def _geometric(low: float | Array, high: float | Array, number: int) -> Array:
     """Numbers from low to high in equal ratios, along a new last axis. `np.geomspace` takes longer than all else."""
     low, high = np.asarray(low)[..., None], np.asarray(high)[..., None]
-    return np.asarray(low * (high / low) ** np.linspace(0.0, 1.0, number))
+    return np.asarray(low * (high / low) ** (np.arange(number) / (number - 1)))
 
 
 def normal_masses(z: Array) -> tuple[Array, Array]:
     """The standard normal's masses between successive z, each from the smaller tail, and a bound on their rounding."""
     tail = scipy.special.ndtr(-np.abs(z))
-    first, second = z[..., :-1], z[..., 1:]
     a, b = tail[..., :-1], tail[..., 1:]
-    apart = (first < 0) & (second > 0)
-    mass = np.where(apart, 1 - (a + b), np.abs(a - b))
-    return np.asarray(mass), 8 * _UNIT * np.where(apart, 0.5, np.maximum(a, b))
+    mass, slack = np.abs(a - b), 8 * _UNIT * np.maximum(a, b)
+    apart = (z < 0)[..., :-1] & (z > 0)[..., 1:]  # one cell per row, if any
+    mass[apart], slack[apart] = 1 - (a[apart] + b[apart]), 4 * _UNIT
+    return np.asarray(mass), np.asarray(slack)
 
 
 def _power(mass: Array, times: int | Array, size: int) -> tuple[Array, Array]:
@@ -314,10 +315,14 @@ def _power(mass: Array, times: int | Array, size: int) -> tuple[Array, Array]:
     bound = np.abs(z) + c
     most = np.exp(times * np.log(bound))
     result, base, left = np.ones_like(z), np.where(most > 1e-80, z, 0.0), np.asarray(times, int)
+    if left.size and left.min() == left.max():
+        left = left.reshape(-1)[:1]  # the same number for all rows
     while left.any():
         odd = left % 2 == 1
-        if odd.any():
-            result = result * (base if odd.all() else np.where(odd, base, 1.0))
+        if odd.all():
+            result = result * base
+        elif odd.any():
+            result = result * np.where(odd, base, 1.0)
         left = left // 2
         if left.any():
             base = base * base
@@ -401,7 +406,7 @@ def epsilon_near(epoch: Epoch, delta: float, near: float, spacing: float) -> flo
     Returns:
       An upper bound on epsilon, tight if it is near; infinite if it lies far above, and the first loss if far below.
     """
-    steps = np.concatenate([np.arange(0.5, 4.0) * spacing, np.geomspace(6 * spacing, 1.5, 5)])
+    steps = np.concatenate([spacing * (0.5 + np.arange(4)), _geometric(6 * spacing, 1.5, 5)])
     losses = np.minimum(near * np.exp(np.concatenate([-steps[::-1], steps])), MOST_LOSS)
     (deltas,) = _at_losses([(epoch, losses.tolist())])
     enough = np.flatnonzero(deltas <= delta)
@@ -538,7 +543,7 @@ def divergences(
         scale = np.minimum(scale, np.maximum(constant, 1e-6 * scale) / 2)
     spread = scale * np.sqrt(rounds)
     first = -mu * terms.behind - _LEAST
-    z = first + (mu * terms.ahead - scipy.special.ndtri(cut) - first) * np.linspace(0.0, 1.0, 60)
+    z = first + (mu * terms.ahead - scipy.special.ndtri(cut) - first) * _PARTS
     log_p = -z * z / 2 + np.log((z[:, 1:2] - z[:, :1]) / math.sqrt(2 * math.pi))  # only places the grid
     enough = (bins - 1) * (alpha - 1) + _SHORTFALL * spread
     usual = 1 - alpha - (constant - (bins - rounds) * (1 - alpha)) / rounds  # the mean of a term
@@ -555,17 +560,19 @@ def divergences(
 
     tilts = _geometric((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 14)
     moments = log_moments(tilts)
+    row = np.arange(len(alphas))[:, None]
     best = moments.argmin(1)[:, None]
-    theta, least = np.take_along_axis(tilts, best, 1), np.take_along_axis(moments, best, 1)
+    theta, least = tilts[row, best], moments[row, best]
     last, goal = np.maximum(top, 2 * scale), np.log(cut * bins)
     for _ in range(2):
         lasts = (moments - goal + np.log(last)) / tilts
         last = np.maximum(lasts.min(1, keepdims=True), 2 * scale)
-    t_last = np.take_along_axis(tilts, lasts.argmin(1)[:, None], 1)
+    t_last = tilts[row, lasts.argmin(1)[:, None]]
     # Under the tilt, little mass may wrap around from below to the last sums, or from above to the positive ones.
     steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 5)
-    start = np.minimum(((least - log_moments(theta - steps) - _WRAPPED) / steps).max(1, keepdims=True), -scale)
-    last = np.maximum(last, start + ((log_moments(theta + steps) - least + _WRAPPED) / steps).min(1, keepdims=True))
+    below, above = np.split(log_moments(theta + np.concatenate([-steps, steps], 1)), 2, 1)
+    start = np.minimum(((least - below - _WRAPPED) / steps).max(1, keepdims=True), -scale)
+    last = np.maximum(last, start + ((above - least + _WRAPPED) / steps).min(1, keepdims=True))
     extent = np.maximum(last - start, top - low)
     h = np.clip(width * scale, extent / cells, 2 * extent / cells)
     return _on_grids(terms, constant, bins, rounds, (low, top), (start, last), h, theta, t_last)
@@ -626,9 +633,10 @@ def _spread(terms: _Terms, values: Array, h: Array, cells: Array) -> tuple[Array
     mass = np.zeros(values.shape)
     mass[:, :-1] += whole - up
     mass[:, 1:] += up
-    top, end = np.take_along_axis(values, cells, 1), np.take_along_axis(z, cells, 1)
+    row = np.arange(len(values))[:, None]
+    top, end = values[row, cells], z[row, cells]
     cut, ahead, behind = (scipy.special.ndtr(shift - end) for shift in (0.0, terms.mu, -terms.mu))
-    np.put_along_axis(mass, cells, np.take_along_axis(mass, cells, 1) + cut, 1)
+    mass[row, cells] += cut
     rounding = _PLACES * _UNIT * (ahead + alpha * behind + np.abs(top) * cut)
     return mass, np.maximum(0.0, terms.mean(ahead, behind) - top * cut) + rounding
 

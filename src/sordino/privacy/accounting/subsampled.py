@@ -73,7 +73,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian, mome
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 12  # of the algorithm: cached results of other versions are not read
+VERSION = 13  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -98,7 +98,11 @@ EPOCH_TOLERANCE = (
 )
 SIMPLE_MU = 0.8  # of an epoch: below it both directions are too much alike for a simple bound to tell them apart
 USUAL_RATIO = 0.93  # of their factor to that of `moments`
+FAR = 0.85  # of the factor that an account should need: below it a much coarser grid is tried first
 SURE = 1e-3  # by which an epsilon on coarse grids must be smaller, because fine ones may be a little less tight
+_STEEP = -2.0  # derivative of log epsilon: a guess is not taken to be steeper
+_WINDOW_STEPS = np.geomspace(0.3, 30.0, 10)  # of a tilt, in 1 / standard deviation of the loss
+_SIMPLE_THETAS = np.geomspace(0.3, 100.0, 24)
 _STEP = 1.02  # `path` skips points that grow by less
 
 
@@ -192,26 +196,38 @@ def suffices(
     """
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     left = delta * (1 - _overflow(parts))
-    grids = (10 * COARSE, COARSE) if expected < 0.85 else (COARSE,)
-    for grid in grids if parts and not _too_far(parts, adjacency) else ():
+    grids = (_first_grid(expected), COARSE)
+    for grid in dict.fromkeys(grids) if parts and not _too_far(parts, adjacency) else ():
         reached = (_one_grid(parts, mu, way, left, epsilon, grid) for way in _ways(adjacency))
         if all(each < epsilon * (1 - SURE) for each in reached):
             return True
     return (fine or not parts) and _epsilon(parts, delta, adjacency, mu) <= epsilon
 
 
-def prepare(accounts: Iterable[SampledAccount], delta: float, adjacency: Adjacency) -> None:
-    """Compute together what `suffices` needs of many accounts with epochs on its coarse grid.
+def _first_grid(expected: float) -> float:
+    """The grid that `suffices` tries first."""
+    return 10 * COARSE if expected < FAR else COARSE
+
+
+def prepare(accounts: Iterable[tuple[SampledAccount, float]], delta: float, adjacency: Adjacency) -> None:
+    """Compute together what `suffices` needs of many accounts with epochs on the grid that it tries first.
 
     Args:
-      accounts: the accounts.
+      accounts: the accounts, each with `expected`, as of `suffices`.
       delta: the delta.
       adjacency: which data sets are neighbours.
     """
-    folded = [_fold(account.releases, adjacency, account.gaussian_mu)[0] for account in accounts]
-    known = [(parts, delta * (1 - _overflow(parts))) for parts in folded if parts and not _too_far(parts, adjacency)]
+    folded = [
+        (_fold(account.releases, adjacency, account.gaussian_mu)[0], _first_grid(expected))
+        for account, expected in accounts
+    ]
+    known = [
+        (parts, delta * (1 - _overflow(parts)), grid)
+        for parts, grid in folded
+        if parts and not _too_far(parts, adjacency)
+    ]
     for way in _ways(adjacency):
-        allocation.prepare(epoch for parts, level in known for epoch in _epochs(parts, way, level, COARSE))
+        allocation.prepare(epoch for parts, level, grid in known for epoch in _epochs(parts, way, level, grid))
 
 
 def scale(
@@ -246,19 +262,34 @@ def scale(
     """
     gaussian._check(epsilon=epsilon, delta=delta, tolerance=tolerance)
     parts, mu = _fold(releases, adjacency, gaussian_mu)
-    if math.isinf(epsilon):
-        return 0.0
-    allowed = _allowed(epsilon, delta)
-    if not parts:
-        return mu / allowed
-    described = [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
-    facts = [VERSION, described, float(epsilon), float(delta), str(adjacency), mu, tolerance]
+    if not parts or math.isinf(epsilon):
+        return _search(parts, mu, epsilon, delta, adjacency, tolerance, start).factor
+    facts = [VERSION, _described(parts), float(epsilon), float(delta), str(adjacency), mu, tolerance]
     key = json.dumps([*facts, start] if start else facts)
     factor = _stored(key)
     if factor is None:
-        factor = _search(parts, mu, epsilon, delta, adjacency, allowed, tolerance, start)
+        factor = _search(parts, mu, epsilon, delta, adjacency, tolerance, start).factor
         _store(key, factor)
     return factor
+
+
+def _described(parts: Sequence[SampledGaussian]) -> list[list[object]]:
+    """The parts, for the key of a stored result."""
+    return [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
+
+
+class _Found(NamedTuple):
+    """What a search finds.
+
+    Attributes:
+      factor: that was evaluated.
+      least: about the smallest one that would do.
+      slope: about the derivative of log epsilon in its logarithm; 0 if there was no search.
+    """
+
+    factor: float
+    least: float
+    slope: float
 
 
 def limit(account: SampledAccount, delta: float, adjacency: Adjacency) -> float:
@@ -313,18 +344,46 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
     """
     if len(accounts) <= FEW:
         return [scale(each.releases, each.epsilon, delta, adjacency, each.gaussian_mu) for each in accounts]
+    gaussian._check(delta=delta)
+    folded = [_fold(each.releases, adjacency, each.gaussian_mu) for each in accounts]
+    facts = [[_described(parts), mu, each.epsilon] for each, (parts, mu) in zip(accounts, folded, strict=True)]
+    key = json.dumps([VERSION, facts, float(delta), str(adjacency)])
+    known = _stored_numbers(key, len(accounts))
+    if known is None:
+        known = _factors(accounts, folded, delta, adjacency)
+        _store_text(key, ",".join(map(repr, known)))
+    return known
+
+
+def _factors(
+    accounts: Sequence[SampledAccount],
+    folded: Sequence[tuple[tuple[SampledGaussian, ...], float]],
+    delta: float,
+    adjacency: Adjacency,
+) -> list[float]:
+    """As `scales`, of more than a few accounts."""
     close, factors, known = tolerance(accounts), list[float](), list[tuple[float, float]]()
-    for account in accounts:
-        releases, gaussian_mu, epsilon = account
-        expected, steady = 0.0, False
-        if releases and math.isfinite(epsilon):
-            parts, mu = _fold(releases, adjacency, gaussian_mu)
-            expected, steady = _expected(parts, mu, epsilon, delta, adjacency)[0], any(part.span for part in parts)
-        ratio = (known[-1][1] if known else USUAL_RATIO) if steady else _continued(known, expected)
-        start, own = float(f"{expected * ratio:.6g}"), EPOCH_TOLERANCE if steady else close
-        factors.append(scale(releases, epsilon, delta, adjacency, gaussian_mu, tolerance=own, start=start))
-        if expected and factors[-1]:
-            known.append((expected, factors[-1] / expected))
+    hint: tuple[float, ...] = ()  # of accounts with epochs: where `_expected` begins, from the last one
+    slope = 0.0  # of their search
+    for (parts, mu), (_, _, epsilon) in zip(folded, accounts, strict=True):
+        gaussian._check(epsilon=epsilon)
+        expected, epochs = 0.0, any(part.span for part in parts)
+        if parts and math.isfinite(epsilon):
+            guess = _expected(parts, mu, epsilon, delta, adjacency, *(hint if epochs else ()))
+            expected, hint = guess.factor, ()
+            if epochs and guess.close:
+                hint = expected / _limit_guess(parts, mu, adjacency, _allowed(epsilon, delta)), guess.slope
+        if not epochs:
+            start = float(f"{expected * _continued(known, expected):.6g}")
+            found = _search(parts, mu, epsilon, delta, adjacency, close, start)
+        else:  # in the middle of the factors that are accepted, if the ratio is that of the last account
+            room = 0.5 * EPOCH_TOLERANCE * max(slope, _STEEP) / slope if slope else 0.0
+            start = float(f"{expected * (known[-1][1] if known else USUAL_RATIO) * (1 + room):.6g}")
+            found = _search(parts, mu, epsilon, delta, adjacency, EPOCH_TOLERANCE, start, slope)
+            slope = min(max(found.slope, -6.0), -0.5) if found.slope else slope
+        factors.append(found.factor)
+        if expected and found.factor:
+            known.append((expected, (found.least if epochs else found.factor) / expected))
     return factors
 
 
@@ -571,14 +630,19 @@ def _search(
     target: float,
     delta: float,
     adjacency: Adjacency,
-    allowed: float,
     tol: float,
     start: float,
-) -> float:
+    slope: float = 0.0,
+) -> _Found:
     """Search the factor on coarse grids, then on finer ones. The result is evaluated in all directions.
 
-    With a wider tolerance there are no fine grids.
+    With a wider tolerance there are no fine grids. A slope that is 0 is not known.
     """
+    if math.isinf(target):
+        return _Found(0.0, 0.0, 0.0)
+    allowed = _allowed(target, delta)
+    if not parts:
+        return _Found(mu / allowed, mu / allowed, 0.0)
     last = _last_grid(tol)
     if last == COARSE:
         target *= 1 - SURE
@@ -599,19 +663,25 @@ def _search(
         )  # the margin covers rounding of mu / s by the caller
 
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
-    guess, slope = _expected(parts, mu, target, delta, adjacency)
-    factor = min(start or guess, most * (1 - 1e-6))
+    if start:
+        factor = min(start, most * (1 - 1e-6))
+        if not slope and any(part.span for part in parts):
+            slope = moments.derivative(parts, mu, delta, adjacency, factor)
+    else:
+        guess, slope, _ = _expected(parts, mu, target, delta, adjacency)
+        factor = min(guess, most * (1 - 1e-6))
     if not slope:
         slope = _limit_slope(parts, mu, adjacency, factor, delta)
     grids = [(COARSE, tol)] if last == COARSE else [(COARSE, max(tol, 0.02)), (last, 0.9 * tol)]
     near = start > 0
     for grid, close in grids:
-        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, near=near)
+        factor, slope, least = _bracket(partial(excess, grid), factor, most, close, slope, near=near)
         near = True
     step = tol / 5
     while (more := excess(0.0, factor, True)) > 0:
         factor, step = factor * (1 + max(step, min(-1.3 * more / slope, 0.05))), 2 * step
-    return factor
+        least = factor / (1 + 0.5 * tol)  # another direction decides
+    return _Found(factor, least, slope)
 
 
 def _last_grid(tolerance: float) -> float:
@@ -626,8 +696,9 @@ def _grid_epsilon(
     where a simple bound shows that it is not the worst one."""
     first, *others = _ways(adjacency)
     worst = _one_grid(parts, mu, first, delta, near, grid)
+    alone = _is_one_epoch(parts, mu)  # whose own divergences take less time than the simple bound
     for way in others:
-        if worst < near and _simple_epsilon(parts, mu, way, delta) <= worst:
+        if worst < near and not alone and _simple_epsilon(parts, mu, way, delta) <= worst:
             continue
         coarse = _one_grid(parts, mu, way, delta, near, COARSE)
         enough = coarse <= max(near, worst)
@@ -662,7 +733,7 @@ def _simple_epsilon(parts: Sequence[SampledGaussian], mu: float, way: str, delta
             k += times * (top + np.log(np.exp(exponents - top[:, None]).sum(1)))
         return np.asarray((k - math.log(left) + theta * np.log(theta) - (1 + theta) * np.log1p(theta)) / theta)
 
-    thetas = np.geomspace(0.3, 100.0, 24)
+    thetas = _SIMPLE_THETAS
     best = thetas[reached(thetas, [(times, *_epoch_moments(law)) for times, law in epochs]).argmin()][None]
     with np.errstate(divide="ignore"):
         (result,) = reached(best, [(times, law.losses, np.log(law.masses)) for times, law in epochs])
@@ -689,45 +760,60 @@ def _bracket(
     slope: float,
     *,
     near: bool,
-) -> tuple[float, float]:
-    """A scale without excess, and the slope: secants of the excess as a function of log scale.
+) -> tuple[float, float, float]:
+    """A scale without excess, the slope, and about the scale where the excess is 0: secants of the excess as a function
+    of log scale.
 
     A scale that is next to the root by the slope is enough. The slope that is passed is a guess, and not taken to be
     steep. If the guess is near, so is the target.
     """
     low, f = 0.0, 0.0 if near else 1.0
     nearest_two: list[tuple[float, float]] = []
+    root = high
     while high > low * (1 + tol):
         f = excess(guess, abs(f) < 0.3)
         low, high = (guess, high) if f > 0 else (low, guess)
         nearest_two = sorted([*nearest_two, (math.log(guess), f)], key=lambda pair: abs(pair[1]))[:2]
         if len(nearest_two) == 2 and nearest_two[0][0] != nearest_two[1][0]:
             slope = min(-0.2, (nearest_two[1][1] - nearest_two[0][1]) / (nearest_two[1][0] - nearest_two[0][0]))
-        if tol * (slope if len(nearest_two) == 2 else max(slope, -2.0)) < f <= 0:
-            break
         root = math.exp(min(max(nearest_two[0][0] - nearest_two[0][1] / slope, -700.0), 700.0))
+        if tol * (slope if len(nearest_two) == 2 else max(slope, _STEEP)) < f <= 0:
+            break
         guess = root * (1 + 0.5 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
             guess = math.sqrt(low * high) if low > 0 else high / 2
-    return high, slope
+    return high, slope, root
 
 
-_allowed = lru_cache(maxsize=64)(gaussian.mu)
+_allowed = lru_cache(maxsize=4096)(gaussian.mu)
 
 
 @lru_cache(maxsize=4096)
 def _expected(
-    parts: tuple[SampledGaussian, ...], mu: float, epsilon: float, delta: float, adjacency: Adjacency
-) -> tuple[float, float]:
-    """About the factor that is needed; if there are epochs, also the derivative of log epsilon in its logarithm, else
-    0."""
+    parts: tuple[SampledGaussian, ...],
+    mu: float,
+    epsilon: float,
+    delta: float,
+    adjacency: Adjacency,
+    ratio: float = 1.0,
+    slope: float = -1.5,
+) -> moments.Guess:
+    """About the factor that is needed; the slope is 0 if there are no epochs.
+
+    Args:
+      ratio: about that of the factor to the one by the central limit, if there are epochs.
+      slope: about the derivative, if there are epochs.
+    """
     allowed = _allowed(epsilon, delta)
     if not parts:
-        return mu / allowed, 0.0
+        return moments.Guess(mu / allowed, 0.0, True)
     factor = _limit_guess(parts, mu, adjacency, allowed)
     if not any(part.span for part in parts):
-        return factor, 0.0
-    return moments.guess(parts, mu, epsilon, delta, adjacency, factor)
+        return moments.Guess(factor, 0.0, True)
+    found = moments.guess(parts, mu, epsilon, delta, adjacency, factor * ratio, slope)
+    if not found.close and ratio != 1:
+        found = moments.guess(parts, mu, epsilon, delta, adjacency, factor)
+    return found if found.close else moments.Guess(factor, 0.0, False)
 
 
 @lru_cache(maxsize=4096)
@@ -1006,7 +1092,7 @@ def _curve(
         std = max(math.sqrt(variance), 1e-12)
         surplus = k - theta * centre - math.log(delta)
         wrapped = 9.0 + max(0.0, surplus)
-        steps = np.geomspace(0.3, 30.0, 10) / std
+        steps = _WINDOW_STEPS / std
         up, down = np.append(steps[:4] / 8, steps), np.append(steps[2:8], [theta / 4, theta / 2, theta])
         values = log_moments(np.append(theta + up, theta - down))
         above, below = values[: len(up)], values[len(up) :]
@@ -1217,9 +1303,15 @@ def _seal(key: str, value: str) -> str:
 
 def _stored(key: str) -> float | None:
     """The result of an earlier search, a number."""
-    text = _stored_text(key)
+    known = _stored_numbers(key, 1)
+    return None if known is None else known[0]
+
+
+def _stored_numbers(key: str, number: int) -> list[float] | None:
+    """The result of an earlier search, so many numbers."""
     try:
-        return None if text is None else float(text)
+        numbers = [float(each) for each in (_stored_text(key) or "").split(",")]
+        return numbers if len(numbers) == number else None
     except ValueError:
         return None
 
