@@ -58,6 +58,7 @@ def run(tables: Sequence[PaperTable], tick: Callable[[int], None]) -> list[dict[
                     clients=_fewest(each),
                     rounds=ROUNDS,
                     most_settings=1,
+                    keep=Path(place) / "settings",
                     tick=lambda n, runs=runs: runs.__setitem__(0, runs[0] + n),  # type: ignore[misc]
                 )
                 content = each.make(request)

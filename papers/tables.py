@@ -99,6 +99,7 @@ class TableRequest:
     rounds: int | None = None  # of every run; the table's own
     most_settings: int | None = None  # of a grid that are tried; all
     methods: tuple[str, ...] | None = None  # of the tables of DP-FedNew; all
+    keep: Path | None = None  # a folder where searches keep the settings that they found
 
     @cached_property
     def source(self) -> str:
@@ -117,12 +118,9 @@ class TableRequest:
     def dataset(self) -> Dataset:
         return load(self.source, data_dir=self.data_dir)
 
-    def tuning(self, *names: str) -> dict[str, Any]:
-        """Requested settings, or those of `published/` whose file names have this prefix."""
-        files = [Path(self.settings)] if self.settings else []
-        files = files or sorted(path for name in names for path in PUBLISHED.glob(f"{name}*.json"))
-        parts = [frozen(path) for path in files]
-        return {**parts[0], "settings": [setting for part in parts for setting in part["settings"]]}
+    def tuning(self, name: str = "") -> dict[str, Any]:
+        """Requested settings, or those of `published/` by this name."""
+        return frozen(Path(self.settings) if self.settings else PUBLISHED / f"{name}.json")
 
 
 def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:

@@ -76,14 +76,13 @@ def test_every_table_has_a_preset():
 
 def test_settings_come_with_the_package():
     """For every method and budget of table 3, where each message is seen and where sums are."""
-    for name, label in (("settings_client-mean", "dp-scaffold"), ("settings_sa", "dp-fedsofim (momentum)")):
-        for prefix in ("", sofim.EARLY_SETTINGS):
-            request = tables.TableRequest(catalog.tables()["sofim-3"])
-            tuning = request.tuning(prefix + name)
-            settings = tables.chosen(tuning)
-            assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
-            assert tuning.get("round") == (10 if prefix else None)
-            assert len(settings) == len(tuning["settings"]), "one setting per method and budget"
+    for part in sofim.BOTH:
+        label = "dp-scaffold" if part.world is sofim.SEEN else "dp-fedsofim (momentum)"
+        tuning = tables.TableRequest(catalog.tables()["sofim-3"]).tuning(part.committed)
+        settings = tables.chosen(tuning)
+        assert {(label, epsilon) for epsilon in (0.5, 1.0, 5.0, 10.0)} <= settings.keys()
+        assert tuning.get("round") == (10 if part.round == sofim.EARLY else None)
+        assert len(settings) == len(tuning["settings"]), "one setting per method and budget"
 
 
 def test_the_printed_totals_of_table_13_are_wrong():
@@ -170,17 +169,6 @@ def test_a_table_is_run_and_written(capsys, features, name):
         assert {("grad_only", "lr"), ("grad_only", "lr / rho"), ("full (momentum)", "lr / rho")} <= steps
     if name == "sofim-15":
         assert {"chi2", "p"} <= lines[0]["rounds"]["2"]["test"].keys()
-
-
-@pytest.mark.parametrize(("name", "file"), [("sofim-3", "cifar10_resnet20.npz"), ("sofim-4", "pathmnist_resnet20.npz")])
-def test_a_table_says_whose_settings_it_has(capsys, features, name, file):
-    if not (features / file).exists():
-        (features / file).write_bytes((features / "cifar10_resnet20.npz").read_bytes())
-    flags = ["--data-dir", str(features), "--out", str(features / "out"), "--seeds", "1", "--epsilons", "1"]
-    assert call(capsys, name, *flags)[0] == 0
-    notes = json.loads((features / "out" / f"{name}.json").read_text())["notes"]
-    assert sofim.TUNED in notes
-    assert (sofim.FOREIGN.format(file) in notes) == (name == "sofim-4")
 
 
 @pytest.mark.parametrize("name", ["sofim-3", "sofim-8", "sofim-10", "sofim-12", "sofim-14", "sofim-15"])
