@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ EPSILON, ROUNDS, STEPS, BATCH, SEEDS = 8.0, 40, 5, 128, (1, 2, 3)
 MIDDLE = (20, 1000)  # clients, samples of each
 CELLS = (*((20, m) for m in (250, 1000, 2500)), *((n, 20_000 // n) for n in (5, 10, 40)))
 LRS = (0.1, 0.3, 1.0, 3.0)
+FEW = {"clients": 2, "batch": "poisson:4", "partition": "iid"}  # of a trial
 K = {"steps": STEPS}
 METHODS: dict[str, tuple[dict[str, Any], str, tuple[float, ...]]] = {
     # name: keys, the option that is tuned, its values
@@ -59,7 +61,7 @@ READING = (
 )
 
 
-def load(part: str, data_dir: str, name: str) -> Any:
+def load(part: str, data_dir: str | None, name: str) -> Any:
     """The pictures; `tuning`: a tenth of the training records in place of the test records."""
     from sordino.data.sources import load
     from sordino.studies.tune import validated
@@ -79,62 +81,89 @@ def values(data: str, clients: int, options: dict[str, Any], option: str, value:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    began, out = (
-        time.perf_counter(),
-        {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data},
+    began = time.perf_counter()
+    out = {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data}
+
+    def save(found: dict[str, Any]) -> None:
+        arguments.out.write_text(json.dumps(out | found, indent=1) + "\n")
+
+    found = measured(
+        arguments.folder,
+        arguments.data,
+        device=arguments.device,
+        workers=arguments.workers,
+        trial=2 if arguments.quick else None,
+        save=(lambda found: None) if arguments.quick else save,
     )
-    jobs = [
-        {
-            "label": label,
-            "value": value,
-            "values": values(arguments.data, MIDDLE[0], options, option, value),
-            "seeds": [0],
-        }
-        | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
-        for label, (options, option, grid) in METHODS.items()
-        for value in (grid[:1] if arguments.quick else grid)
-    ]
-    if arguments.quick:
-        for job in jobs:
-            short = 2 if "blocks" not in job["values"] else 20
-            job["values"] |= {"rounds": short}
+    if not arguments.quick:
+        save(found | {"seconds": time.perf_counter() - began})
+
+
+def measured(
+    folder: str | None,
+    data: str,
+    *,
+    device: str = "cpu",
+    workers: int = 1,
+    seeds: Sequence[int] = SEEDS,
+    methods: Sequence[str] = tuple(METHODS),
+    trial: int | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda found: None,
+) -> dict[str, Any]:
+    """The step of each method, chosen in the middle cell, and then the runs of all cells.
+
+    Args:
+      folder: where the pictures are; None for where they are looked for.
+      data: mnist or cifar10.
+      device: cpu or cuda.
+      workers: processes.
+      seeds: of the runs of the cells.
+      methods: names in METHODS.
+      trial: so many rounds of one step, one cell, one seed and two clients, to see that it runs.
+      save: called with what there is so far, every ten runs.
+    """
+    began, known = time.perf_counter(), {label: METHODS[label] for label in methods}
+
+    def fill(jobs: list[Any], found: dict[str, Any], part: str) -> dict[str, Any]:
+        done = []
+        for job in jobs if trial is not None else ():
+            short = trial if "blocks" not in job["values"] else job["values"]["rounds"]
+            job["values"] |= {**FEW, "rounds": short}
             job["at"] = [short]
-    out["tuning"] = fill(jobs, arguments, began)
-    if arguments.quick:
-        return
+        for number, result in train(jobs, load, (folder, data), device=device, workers=workers):
+            job = {k: v for k, v in jobs[number].items() if k in ("label", "value", "clients", "samples", "seeds")}
+            if "scores" in result:
+                result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
+            done.append(job | result)
+            print(f"{time.perf_counter() - began:6.0f} s", job, result.get("scores", result), flush=True)
+            if len(done) % 10 == 0:
+                save(found | {part: done})
+        return found | {part: done}
+
+    def keys(label: str, clients: int, value: float) -> dict[str, Any]:
+        options, option, _ = METHODS[label]
+        return values(data, clients, options, option, value)
+
+    jobs = [
+        {"label": label, "value": value, "values": keys(label, MIDDLE[0], value), "seeds": [0]}
+        | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
+        for label, (options, _, grid) in known.items()
+        for value in (grid if trial is None else grid[:1])
+    ]
+    found = fill(jobs, {}, "tuning")
     chosen = {}
-    for label, (_, _, grid) in METHODS.items():
-        mine = [job for job in out["tuning"] if job["label"] == label and "scores" in job]
+    for label, (_, _, grid) in known.items():
+        mine = [job for job in found["tuning"] if job["label"] == label and "scores" in job]
         chosen[label] = max(mine, key=lambda job: job["scores"][0])["value"] if mine else grid[0]
-    out["chosen"] = chosen
     jobs = [
         {"label": label, "clients": n, "samples": m, "seeds": [seed], "part": f"final {n} {m}"}
-        | {
-            "values": {**values(arguments.data, n, options, option, chosen[label]), "split_seed": seed},
-            "at": [options.get("rounds", ROUNDS)],
-        }
-        for n, m in CELLS
-        for label, (options, option, _) in METHODS.items()
-        for seed in SEEDS
+        | {"values": {**keys(label, n, chosen[label]), "split_seed": seed}, "at": [options.get("rounds", ROUNDS)]}
+        for n, m in (CELLS if trial is None else CELLS[:1])
+        for label, (options, _, _) in known.items()
+        for seed in (seeds if trial is None else seeds[:1])
     ]
-    out["runs"] = fill(jobs, arguments, began, out)
-    out["seconds"] = time.perf_counter() - began
-    arguments.out.write_text(json.dumps(out, indent=1) + "\n")
-
-
-def fill(jobs: list[Any], arguments: argparse.Namespace, began: float, out: Any = None) -> list[dict[str, Any]]:
-    done = []
-    for number, result in train(
-        jobs, load, (arguments.folder, arguments.data), device=arguments.device, workers=arguments.workers
-    ):
-        job = {k: v for k, v in jobs[number].items() if k in ("label", "value", "clients", "samples", "seeds")}
-        if "scores" in result:
-            result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
-        done.append(job | result)
-        print(f"{time.perf_counter() - began:6.0f} s", job, result.get("scores", result), flush=True)
-        if out is not None and number % 10 == 0:
-            arguments.out.write_text(json.dumps(out | {"runs": done}, indent=1) + "\n")
-    return done
+    settings = {label: {**METHODS[label][0], METHODS[label][1]: value} for label, value in chosen.items()}
+    return fill(jobs, found | {"chosen": chosen, "settings": settings}, "runs")
 
 
 def command(data: str, device: str) -> str:

@@ -12,9 +12,8 @@ import shlex
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from papers.tables import PaperTable, TableRequest, TableResult, against, published, roots
+from papers.tables import PaperTable, TableRequest, TableResult, against, on_this_machine, published, roots, set_files
 from sordino.core import Adjacency
-from sordino.data import catalog, fetch, glue
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models.pretrained import TRANSFORMERS
@@ -277,20 +276,6 @@ def _published_lines(table: str, row: PaperRow, method: str, labels: dict[str, A
 # ------------------------------------------------------------------------------------------------------ what is there
 
 
-def on_this_machine(data: str, data_dir: str | None) -> bool:
-    """Whether the set is on this machine. Nothing is downloaded."""
-    known, members = _files(data)
-    stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
-    return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
-
-
-def _files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
-    if data in glue.TASKS:
-        task = glue.TASKS[data]
-        return task.published, (task.parts["train"], task.parts["dev"])
-    return catalog.SETS[data].published, tuple(catalog.SETS[data].members)
-
-
 def weights(model: str, data_dir: str | None) -> str | None:
     """The folder of published weights: DIR/roberta-base of roberta-base-lora."""
     places = (root / _folder(model) for root in roots(data_dir))
@@ -314,7 +299,7 @@ def _at_hand(table: str, data_dir: str | None) -> list[str]:
     models = dict.fromkeys(model for row in everything for model in row.models if model in TRANSFORMERS)
     folders = {model: weights(model, data_dir) for model in models}
     notes = []
-    if lacking := [_files(data)[0] for data, here in sets.items() if not here]:
+    if lacking := [set_files(data)[0] for data, here in sets.items() if not here]:
         wanted = ", ".join(f"{each.title} ({each.remotes[0].file} in DIR/{each.folders[0]})" for each in lacking)
         notes.append(
             f"data not at hand: {table} needs {wanted}. Name DIR by --data-dir, or let sordino run download them"

@@ -23,6 +23,7 @@ import numpy as np
 
 import sordino
 from papers.picture import drawn, word
+from sordino.data import catalog, fetch, glue
 from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
@@ -55,6 +56,8 @@ class PaperTable(NamedTuple):
         """The path or set name of `needs` on this machine; None if it is missing."""
         if self.needs is None:
             return ""
+        if self.needs in catalog.SETS and on_this_machine(self.needs, data_dir):
+            return self.needs
         for root in roots(data_dir):
             if self.needs.endswith(".npz"):
                 if (root / self.needs).is_file():
@@ -67,6 +70,21 @@ class PaperTable(NamedTuple):
 def roots(data_dir: str | Path | None) -> list[Path]:
     """Folders to search."""
     return [*(Path(folder).expanduser() for folder in (data_dir, os.environ.get("SORDINO_DATA")) if folder), cache()]
+
+
+def on_this_machine(data: str, data_dir: str | Path | None) -> bool:
+    """Whether the set is on this machine. Nothing is downloaded."""
+    known, members = set_files(data)
+    stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
+    return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
+
+
+def set_files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
+    """Where a set is published, and the members that it is read from."""
+    if data in glue.TASKS:
+        task = glue.TASKS[data]
+        return task.published, (task.parts["train"], task.parts["dev"])
+    return catalog.SETS[data].published, tuple(catalog.SETS[data].members)
 
 
 class Want(NamedTuple):
@@ -82,6 +100,7 @@ class TableResult(NamedTuple):
     across: str  # the label whose values are the columns
     notes: Sequence[str]
     tuning: dict[str, Any] | None = None
+    estimated: dict[str, Any] | None = None  # points of `sordino.studies.estimation`, which has a figure for them
 
 
 @dataclass(frozen=True)
@@ -121,6 +140,15 @@ class TableRequest:
     def tuning(self, name: str = "") -> dict[str, Any]:
         """Requested settings, or those of `published/` by this name."""
         return frozen(Path(self.settings) if self.settings else PUBLISHED / f"{name}.json")
+
+
+def of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
+    """The requested numbers of clients that the table has."""
+    counts = [n for n in clients if n in (request.clients or clients)]
+    if not counts:
+        asked, known = (", ".join(map(str, part)) for part in (request.clients or (), clients))
+        raise SordinoError(f"clients: {asked}, but the table has {known}; choose from these.")
+    return counts
 
 
 def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:
@@ -225,6 +253,7 @@ def document(request: TableRequest, command: str) -> dict[str, Any]:
         "across": content.across,
         "tuning": content.tuning,
         "lines": content.lines,
+        **({} if content.estimated is None else {"estimated": content.estimated}),
     }
 
 

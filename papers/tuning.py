@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from papers.tables import TableRequest
+from papers.tables import TableRequest, chosen
 from sordino import files
 from sordino.errors import SordinoError
 from sordino.evidence.certificate import finite
@@ -97,6 +97,7 @@ def settle(
 
 def _of_file(request: TableRequest, parts: Sequence[Part]) -> Settled:
     whole, name = request.tuning(), Path(str(request.settings)).name
+    chosen(whole)  # refuses what has no settings
     if any("noise" in each for each in whole["settings"]):
         known = [(part, {**whole, "settings": mine}) for part in parts if (mine := part.of(whole["settings"]))]
     else:
