@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from papers import adamw, fednew, fednew_time, limits, sofim
+from papers import adamw, adamw_accuracy, fednew, fednew_time, limits, sofim
 from papers.tables import PaperTable
 
 
 def tables() -> dict[str, PaperTable]:
     """Every table that `python -m papers` can run."""
-    papers = (sofim.TABLES, fednew.TABLES, fednew_time.TABLES, limits.TABLES, adamw.TABLES)
-    return {table.name: table for paper in papers for table in paper}
+    modules = (sofim, fednew, fednew_time, limits, adamw_accuracy, adamw)
+    return {table.name: table for module in modules for table in module.TABLES}

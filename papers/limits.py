@@ -25,7 +25,7 @@ from sordino.studies import estimation
 from sordino.studies.estimation import CLIENTS, LABELS, MUS, POOLED, SPLITS
 
 REPETITIONS, MNIST_REPETITIONS = 200, 10
-MNIST_CLIENTS = 80
+MNIST_CLIENTS, GRADIENTS = 80, 100
 ALL = "all records pooled, no privacy"
 FEW_CLIENTS, FEW_GRADIENTS, FEW_METHODS = 4, 4, 2  # of a trial
 END = "end"  # in place of a round: errors are those of the last model
@@ -129,8 +129,8 @@ def mnist(request: TableRequest, binary: bool) -> TableResult:
             clients=clients,
             repetitions=repetitions,
             device=request.device,
+            iterations=FEW_GRADIENTS if trial else GRADIENTS,
             progress=lambda done: request.tick(1),
-            **({"iterations": FEW_GRADIENTS} if trial else {}),
         )
         points.append(estimation.mnist_point(mu, accuracies))
         for name, found in points[-1]["methods"].items():
@@ -161,6 +161,7 @@ def network(request: TableRequest, data: str) -> TableResult:
             device=request.device,
             seeds=tuple(range(1, request.seeds + 1)) if request.seeds else cnn.SEEDS,
             methods=tuple(cnn.METHODS)[:FEW_METHODS] if request.rounds else tuple(cnn.METHODS),
+            workers=1 if request.rounds is None else 0,
             trial=request.rounds,
         )
         about = (

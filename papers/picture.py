@@ -19,7 +19,7 @@ from sordino.studies.figures import style
 
 COLUMNS = 4  # of panels
 SERIES = ("method", "form", "part", "what", "against")  # what a line may stand for, the first that varies
-STYLE = {"font.size": 8, "svg.hashsalt": "sordino", "svg.fonttype": "none"}
+STYLE: Any = {"font.size": 8, "svg.hashsalt": "sordino", "svg.fonttype": "none"}
 SVG: dict[str, Any] = {"format": "svg", "metadata": {"Date": None}}  # the same document, the same file
 Point = tuple[float, dict[str, Any]]
 
@@ -135,11 +135,9 @@ def points(curve: Sequence[dict[str, Any]], x: str, ticks: Sequence[Any]) -> lis
 
 
 def _plot(axes: Any, curve: Sequence[Point], name: str, look: dict[str, Any]) -> None:
-    if curve:
-        spread = [cell.get("std") or 0.0 for _, cell in curve]
-        axes.errorbar(
-            [at for at, _ in curve], [cell["ours"] for _, cell in curve], spread, label=name, capsize=2, **look
-        )
+    if ours := [(at, cell) for at, cell in curve if cell["ours"] is not None]:
+        spread = [cell.get("std") or 0.0 for _, cell in ours]
+        axes.errorbar([at for at, _ in ours], [cell["ours"] for _, cell in ours], spread, label=name, capsize=2, **look)
     printed = [(at, cell["published"]) for at, cell in curve if cell.get("published") is not None]
     if printed:
         faint = look | {"linestyle": ":", "markerfacecolor": "none", "alpha": 0.7}

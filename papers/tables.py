@@ -32,6 +32,7 @@ from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, Watch, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
+FILES = ("data", "weights")  # keys of a run that may be paths of this machine
 Tick = Callable[[int], None]
 PrintedFigures = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
 
@@ -215,7 +216,7 @@ def watched_line(want: Want, runs: Sequence[Trained], name: str, labels: dict[st
 
 
 def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
-    values = {**want.values, "data": Path(str(want.values["data"])).name}
+    values = {**want.values, **{key: Path(str(want.values[key])).name for key in FILES if key in want.values}}
     plan = runs[0].plan
     certified = "no: no noise" if plan.noiseless else "yes" if plan.proved else "no"
     return {
@@ -227,15 +228,15 @@ def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: d
 
 
 def against(samples: Sequence[float], published: float | None = None, spread: float | None = None) -> dict[str, Any]:
-    """Our mean and standard deviation, the published ones, and the difference of the means."""
-    mean = float(np.mean(samples))
+    """Our mean and standard deviation, the published ones, and the difference of the means; no samples: not run."""
+    mean = round(float(np.mean(samples)), 4) if samples else None
     return {
-        "ours": round(mean, 4),
+        "ours": mean,
         "std": round(float(np.std(samples, ddof=1)), 4) if len(samples) > 1 else None,
         "samples": [round(float(sample), 4) for sample in samples],
         "published": published,
         "published_std": spread,
-        "difference": None if published is None else round(mean - published, 4),
+        "difference": None if published is None or mean is None else round(float(np.mean(samples)) - published, 4),
     }
 
 
@@ -281,6 +282,8 @@ def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -
 def cell(figure: dict[str, Any]) -> str:
     """Ours ± std (printed, difference)."""
     digits = figure.get("digits", 1)
+    if figure["ours"] is None:
+        return f"not run ({figure['published']:.{digits}f})"
     ours = f"{figure['ours']:z.{digits}f}" + (f" ± {figure['std']:.{digits}f}" if figure["std"] is not None else "")
     ours += str(figure.get("mark", ""))
     if figure["published"] is None:

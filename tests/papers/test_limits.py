@@ -8,8 +8,6 @@ from papers import catalog, limits, smoke, tables
 from papers.__main__ import main
 from sordino.studies import estimation
 
-FIGURES = {1, 3, 4, 5, 6, 7, 8, 11, 13, 15, 16}
-
 
 @pytest.fixture
 def small(monkeypatch):
@@ -17,10 +15,6 @@ def small(monkeypatch):
     monkeypatch.setattr(estimation, "MEAN", 60)
     monkeypatch.setattr(estimation, "STEPS", (2, 4))
     monkeypatch.setattr(limits, "MUS", (1.0, 3.0))
-
-
-def test_every_figure_has_a_preset():
-    assert {f"limits-{k}" for k in FIGURES} <= catalog.tables().keys()
 
 
 def test_lines_are_the_points_of_the_library(small, tmp_path, capsys):
@@ -81,3 +75,36 @@ def test_mnist_is_looked_for_and_its_accuracy_is_that_of_the_library(tmp_path):
     )
     means = [100 * values.mean() for values in known.values()]
     assert [line["rounds"][limits.END]["ours"] for line in found.lines] == pytest.approx(means, abs=0.01)
+
+
+def test_the_cnn_has_the_runs_of_its_script_and_steps_of_their_own(tmp_path, monkeypatch):
+    """A failed run is told; the others make lines."""
+    with limits._benchmarks() as cnn:
+        pass
+    table = catalog.tables()["limits-9"]
+    asked = {}
+
+    def train(jobs, load, words, **how):
+        asked.setdefault("jobs", []).append(jobs)
+        for number, job in enumerate(jobs):
+            if job["label"] == "FedHybrid" and job["part"].startswith("final"):
+                yield number, {"error": "ValueError: no"}
+            else:
+                yield number, {"scores": [{40: job.get("value", 0.5)}], "seconds": 1.0}
+
+    monkeypatch.setattr(cnn, "train", train)
+    found = table.make(tables.TableRequest(table, str(tmp_path), seeds=2))
+    tuned, final = asked["jobs"]
+    assert {job["part"] for job in tuned} == {"tuning 20 1000"}
+    assert len(tuned) == sum(len(values) for *_, values in cnn.METHODS.values())
+    assert len(final) == 2 * len(cnn.CELLS) * len(cnn.METHODS)
+    assert all(job["values"]["lr"] == 3.0 for job in final if job["label"] == "FedSGD"), (
+        "the best on validation records"
+    )
+    assert len(found.lines) == len(cnn.CELLS) * (len(cnn.METHODS) - 1)
+    assert "not run: FedHybrid: ValueError: no" in found.notes
+    (line,) = [
+        line for line in found.lines if line["labels"] == {"method": "FedSGD", "clients": 20, "samples of each": 250}
+    ]
+    assert line["rounds"][limits.END]["ours"] == 50.0
+    assert line["settings"] == {"method": "fedsgd", "lr": 3.0}

@@ -26,6 +26,10 @@ ROWS = {
     "fednew-8": 180,
     "fednew-10": 180,
     "fednew-11": 144,
+    "adamw_table10": 24,
+    "adamw_table11": 16,
+    "adamw_table12": 8,
+    "adamw_table14": 8,
     "adamw_table18": 7,
     "adamw_table19": 4,
     "adamw_table20": 6,
@@ -70,6 +74,8 @@ def test_every_table_has_a_preset():
     assert {
         f"fednew-{k}" for k in (5, 8, 10, 11, "synthetic", "fashion", "cifar", "cifar-client", "alpha-rho", "time")
     } | {"fednew-eigenvalues"} <= names
+    assert {f"adamw-{k}" for k in (10, 11, 12, 14, 18, 19, 20)} <= names
+    assert {f"limits-{k}" for k in (1, *range(3, 12), 13, 15, 16)} <= names
     for table in catalog.tables().values():
         assert (table.needs is None) == (table.source == "")
 
@@ -358,4 +364,5 @@ def test_every_preset_runs_on_stand_ins(name):
     assert row["outcome"] == "ran"
     assert row["lines"] > 0
     printed = {"adamw-18": 4, "adamw-19": 1, "adamw-20": 1}  # commands, which were run
+    printed |= {"adamw-10": 1, "adamw-11": 1, "adamw-12": 1, "adamw-14": 1}  # rows that were trained
     assert row["runs"] == printed.get(name, row["runs"])
