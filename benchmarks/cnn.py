@@ -109,6 +109,7 @@ def measured(
     methods: Sequence[str] = tuple(METHODS),
     trial: int | None = None,
     save: Callable[[dict[str, Any]], None] = lambda found: None,
+    tell: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """The step of each method, chosen in the middle cell, and then the runs of all cells.
 
@@ -116,11 +117,12 @@ def measured(
       folder: where the pictures are; None for where they are looked for.
       data: mnist or cifar10.
       device: cpu or cuda.
-      workers: processes.
+      workers: processes, as `fleet.train` takes them.
       seeds: of the runs of the cells.
       methods: names in METHODS.
       trial: so many rounds of one step, one cell, one seed and two clients, to see that it runs.
-      save: called with what there is so far, every ten runs.
+      save: called with what there is so far, every ten runs of the cells.
+      tell: called with a line for each run that ends.
     """
     began, known = time.perf_counter(), {label: METHODS[label] for label in methods}
 
@@ -135,8 +137,8 @@ def measured(
             if "scores" in result:
                 result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
             done.append(job | result)
-            print(f"{time.perf_counter() - began:6.0f} s", job, result.get("scores", result), flush=True)
-            if len(done) % 10 == 0:
+            tell(f"{time.perf_counter() - began:6.0f} s {job} {result.get('scores', result)}")
+            if part == "runs" and len(done) % 10 == 0:
                 save(found | {part: done})
         return found | {part: done}
 

@@ -79,7 +79,7 @@ def accuracies(request: TableRequest) -> TableResult:
             lines.append(_line(each, ACCOUNT.format(times), against([known])))
     notes = [*NOTES, *([UNTRAINED] if any(each.method == ADADPS for each in rows) else []), *lacks.notes]
     if lacks.notes:
-        where = {"weights": f"DIR/{rows[-1].values['model'].removesuffix('-lora')}", "data_dir": "DIR"}
+        where = {"weights": f"DIR/{adamw._folder(rows[-1].values['model'])}", "data_dir": "DIR"}
         notes.append(f"one row by itself, with its files in DIR: {adamw.command(rows[-1].values | where)}")
     return TableResult(lines, "measure", notes)
 

@@ -154,7 +154,9 @@ def _folder(request: TableRequest) -> Path:
 
 def network(request: TableRequest, data: str) -> TableResult:
     """Figures 9 and 10: the runs of benchmarks/cnn.py, whose steps are chosen on validation records."""
-    with _benchmarks() as cnn, contextlib.redirect_stdout(sys.stderr):
+    with _benchmarks() as cnn:
+        if request.rounds is None and request.epsilons not in (None, (cnn.EPSILON,)):
+            raise SordinoError(f"--epsilons: {request.table.name} has epsilon {cnn.EPSILON:g} alone; leave it out.")
         found = cnn.measured(
             request.data_dir,
             data,
@@ -163,6 +165,7 @@ def network(request: TableRequest, data: str) -> TableResult:
             methods=tuple(cnn.METHODS)[:FEW_METHODS] if request.rounds else tuple(cnn.METHODS),
             workers=1 if request.rounds is None else 0,
             trial=request.rounds,
+            tell=lambda done: request.tick(1),
         )
         about = (
             f"{cnn.ROUNDS} rounds, clip 1, Poisson minibatches of {cnn.BATCH}, Dirichlet 0.5, epsilon {cnn.EPSILON:g}"
@@ -175,9 +178,11 @@ def network(request: TableRequest, data: str) -> TableResult:
         if scores := [100 * job["scores"][0] for job in jobs if "scores" in job]:
             labels = {"method": key[0], "clients": key[1], "samples of each": key[2]}
             lines.append({"labels": labels, "rounds": {END: against(scores)}, "settings": found["settings"][key[0]]})
-        request.tick(len(jobs))
-    if not lines or (failed and request.rounds is not None):
-        raise SordinoError(f"{request.table.name}: no run ended; {'; '.join(failed)}")
+    if not lines:
+        raise SordinoError(
+            f"{request.table.name}: every run failed ({'; '.join(failed)}); python benchmarks/cnn.py run DIR --data "
+            f"{data} --quick shows where."
+        )
     notes = (
         NOTES[0],
         f"the paper prints no settings; ours: {about}, delta 1e-5, replace-one, untrusted server",

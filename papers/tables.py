@@ -229,14 +229,14 @@ def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: d
 
 def against(samples: Sequence[float], published: float | None = None, spread: float | None = None) -> dict[str, Any]:
     """Our mean and standard deviation, the published ones, and the difference of the means; no samples: not run."""
-    mean = round(float(np.mean(samples)), 4) if samples else None
+    mean = float(np.mean(samples)) if samples else None
     return {
-        "ours": mean,
+        "ours": None if mean is None else round(mean, 4),
         "std": round(float(np.std(samples, ddof=1)), 4) if len(samples) > 1 else None,
         "samples": [round(float(sample), 4) for sample in samples],
         "published": published,
         "published_std": spread,
-        "difference": None if published is None or mean is None else round(float(np.mean(samples)) - published, 4),
+        "difference": None if published is None or mean is None else round(mean - published, 4),
     }
 
 

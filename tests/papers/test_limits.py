@@ -6,6 +6,7 @@ import pytest
 
 from papers import catalog, limits, smoke, tables
 from papers.__main__ import main
+from sordino.errors import SordinoError
 from sordino.studies import estimation
 
 
@@ -60,6 +61,12 @@ def test_the_picture_is_that_of_the_estimate(small, tmp_path, capsys):
 def test_what_a_figure_does_not_have_is_refused(words, message, capsys):
     assert main(["limits-1", *words]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_cnn_has_one_budget(tmp_path):
+    table = catalog.tables()["limits-9"]
+    with pytest.raises(SordinoError, match="--epsilons: limits-9 has epsilon 8 alone; leave it out"):
+        table.make(tables.TableRequest(table, str(tmp_path), epsilons=(1.0,)))
 
 
 def test_mnist_is_looked_for_and_its_accuracy_is_that_of_the_library(tmp_path):
