@@ -12,6 +12,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ EPSILON, ROUNDS, STEPS, BATCH, SEEDS = 8.0, 40, 5, 128, (1, 2, 3)
 MIDDLE = (20, 1000)  # clients, samples of each
 CELLS = (*((20, m) for m in (250, 1000, 2500)), *((n, 20_000 // n) for n in (5, 10, 40)))
 LRS = (0.1, 0.3, 1.0, 3.0, 10.0)
+FEW = {"clients": 2, "batch": "poisson:4", "partition": "iid"}  # of a trial
 K = {"steps": STEPS}
 METHODS: dict[str, tuple[dict[str, Any], str, tuple[float | None, ...]]] = {
     # name: keys, the option that is tuned, its values (None: its default)
@@ -62,7 +64,7 @@ READING = (
 )
 
 
-def load(part: str, data_dir: str, name: str) -> Any:
+def load(part: str, data_dir: str | None, name: str) -> Any:
     """The pictures; `tuning`: a tenth of the training records in place of the test records."""
     from sordino.data.sources import load
     from sordino.studies.tune import validated
@@ -86,68 +88,102 @@ def run(arguments: argparse.Namespace) -> None:
     began, path = time.perf_counter(), arguments.out
     before = json.loads(path.read_text()) if path.exists() and not arguments.quick else {}
     out = {"provenance": provenance(command(arguments.data, arguments.device)), "data": arguments.data}
-    jobs = [
-        {
-            "label": label,
-            "value": value,
-            "values": values(arguments.data, MIDDLE[0], options, option, value),
-            "seeds": [0],
-        }
-        | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
-        for label, (options, option, grid) in METHODS.items()
-        for value in (grid[:1] if arguments.quick else grid)
-    ]
-    if arguments.quick:
-        for job in jobs:
-            short = 2 if "blocks" not in job["values"] else 20
-            job["values"] |= {"rounds": short}
-            job["at"] = [short]
-    out["tuning"] = fill(jobs, arguments, began, before.get("tuning", []))
-    if arguments.quick:
-        return
-    chosen = {}
-    for label, (_, _, grid) in METHODS.items():
-        mine = [job for job in out["tuning"] if job["label"] == label and "scores" in job]
-        chosen[label] = max(mine, key=lambda job: job["scores"][0])["value"] if mine else grid[0]
-    out["chosen"] = chosen
-    jobs = [
-        {"label": label, "clients": n, "samples": m, "seeds": [seed], "part": f"final {n} {m}"}
-        | {
-            "values": {**values(arguments.data, n, options, option, chosen[label]), "split_seed": seed},
-            "at": [options.get("rounds", ROUNDS)],
-        }
-        for n, m in CELLS
-        for label, (options, option, _) in METHODS.items()
-        for seed in SEEDS
-    ]
-    out["runs"] = fill(jobs, arguments, began, before.get("runs", []), out)
-    out["seconds"] = time.perf_counter() - began + before.get("seconds", 0.0)
-    arguments.out.write_text(json.dumps(out, indent=1) + "\n")
 
+    def save(found: dict[str, Any]) -> None:
+        arguments.out.write_text(json.dumps(out | found, indent=1) + "\n")
 
-def fill(
-    jobs: list[Any], arguments: argparse.Namespace, began: float, before: list[Any], out: Any = None
-) -> list[dict[str, Any]]:
-    """Train the jobs that are not among those of an earlier call; failed ones are tried again."""
-    about = ("label", "value", "clients", "samples", "seeds")
-    named = [{k: v for k, v in job.items() if k in about} for job in jobs]
-    done = [old for old in before if "scores" in old and {k: v for k, v in old.items() if k in about} in named]
-    known = [{k: v for k, v in old.items() if k in about} for old in done]
-    wanted = [k for k, name in enumerate(named) if name not in known]
-    for number, result in train(
-        [jobs[k] for k in wanted],
-        load,
-        (arguments.folder, arguments.data),
+    found = measured(
+        arguments.folder,
+        arguments.data,
         device=arguments.device,
         workers=arguments.workers,
-    ):
-        if "scores" in result:
-            result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
-        done.append(named[wanted[number]] | result)
-        print(f"{time.perf_counter() - began:6.0f} s", named[wanted[number]], result.get("scores", result), flush=True)
-        if out is not None and number % 10 == 0:
-            arguments.out.write_text(json.dumps(out | {"runs": done}, indent=1) + "\n")
-    return done
+        trial=2 if arguments.quick else None,
+        save=(lambda found: None) if arguments.quick else save,
+        before=before,
+    )
+    if not arguments.quick:
+        save(found | {"seconds": time.perf_counter() - began + before.get("seconds", 0.0)})
+
+
+def measured(
+    folder: str | None,
+    data: str,
+    *,
+    device: str = "cpu",
+    workers: int = 1,
+    seeds: Sequence[int] = SEEDS,
+    methods: Sequence[str] = tuple(METHODS),
+    trial: int | None = None,
+    save: Callable[[dict[str, Any]], None] = lambda found: None,
+    tell: Callable[[str], None] = print,
+    before: Mapping[str, Any] = {},
+) -> dict[str, Any]:
+    """The step of each method, chosen in the middle cell, and then the runs of all cells.
+
+    Args:
+      folder: where the pictures are; None for where they are looked for.
+      data: mnist or cifar10.
+      device: cpu or cuda.
+      workers: processes, as `fleet.train` takes them.
+      seeds: of the runs of the cells.
+      methods: names in METHODS.
+      trial: so many rounds of one step, one cell, one seed and two clients, to see that it runs.
+      save: called with what there is so far, every ten runs of the cells.
+      tell: called with a line for each run that ends.
+      before: what an earlier call found, which is not trained again; failed runs are.
+    """
+    began, known = time.perf_counter(), {label: METHODS[label] for label in methods}
+
+    def fill(jobs: list[Any], found: dict[str, Any], part: str) -> dict[str, Any]:
+        for job in jobs if trial is not None else ():
+            short = trial if "blocks" not in job["values"] else job["values"]["rounds"]
+            job["values"] |= {**FEW, "rounds": short}
+            job["at"] = [short]
+        names = [_about(job) for job in jobs]
+        done = [old for old in before.get(part, ()) if "scores" in old and _about(old) in names]
+        wanted = [k for k, name in enumerate(names) if name not in [_about(old) for old in done]]
+        lacking = [jobs[k] for k in wanted]
+        for number, result in train(lacking, load, (folder, data), device=device, workers=workers):
+            job = names[wanted[number]]
+            if "scores" in result:
+                result["scores"] = [list(scores.values())[-1] for scores in result["scores"]]
+            done.append(job | result)
+            tell(f"{time.perf_counter() - began:6.0f} s {job} {result.get('scores', result)}")
+            if part == "runs" and len(done) % 10 == 0:
+                save(found | {part: done})
+        return found | {part: done}
+
+    def keys(label: str, clients: int, value: float) -> dict[str, Any]:
+        options, option, _ = METHODS[label]
+        return values(data, clients, options, option, value)
+
+    jobs = [
+        {"label": label, "value": value, "values": keys(label, MIDDLE[0], value), "seeds": [0]}
+        | {"at": [options.get("rounds", ROUNDS)], "part": f"tuning {MIDDLE[0]} {MIDDLE[1]}"}
+        for label, (options, _, grid) in known.items()
+        for value in (grid if trial is None else grid[:1])
+    ]
+    found = fill(jobs, {}, "tuning")
+    chosen = {}
+    for label, (_, _, grid) in known.items():
+        mine = [job for job in found["tuning"] if job["label"] == label and "scores" in job]
+        chosen[label] = max(mine, key=lambda job: job["scores"][0])["value"] if mine else grid[0]
+    jobs = [
+        {"label": label, "clients": n, "samples": m, "seeds": [seed], "part": f"final {n} {m}"}
+        | {"values": {**keys(label, n, chosen[label]), "split_seed": seed}, "at": [options.get("rounds", ROUNDS)]}
+        for n, m in (CELLS if trial is None else CELLS[:1])
+        for label, (options, _, _) in known.items()
+        for seed in (seeds if trial is None else seeds[:1])
+    ]
+    settings = {
+        label: METHODS[label][0] | ({} if value is None else {METHODS[label][1]: value})
+        for label, value in chosen.items()
+    }
+    return fill(jobs, found | {"chosen": chosen, "settings": settings}, "runs")
+
+
+def _about(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in job.items() if key in ("label", "value", "clients", "samples", "seeds")}
 
 
 def command(data: str, device: str) -> str:
@@ -164,7 +200,7 @@ def report(path: Path) -> str:
 
     def table(cells: list[tuple[int, int]], head: list[str]) -> list[str]:
         lines = [line("", *head), line("---", *["---"] * len(head))]
-        for label in METHODS:
+        for label in (label for label in METHODS if label in document["chosen"]):
             row = []
             for n, m in cells:
                 mine = [
@@ -177,7 +213,8 @@ def report(path: Path) -> str:
 
     by_samples = [cell for cell in CELLS if cell[0] == MIDDLE[0]]
     by_clients = sorted({*(cell for cell in CELLS if cell[0] * cell[1] == 20_000)})
-    chosen = "; ".join(f"{name} {value:g}" for name, value in document["chosen"].items() if value is not None)
+    steps = {name: value for name, value in document["chosen"].items() if value is not None}
+    chosen = "; ".join(f"{name} {value:g}" for name, value in steps.items())
     return "\n".join(
         [
             f"# CNN on {'MNIST' if data == 'mnist' else 'CIFAR-10'}, end to end",

@@ -45,8 +45,15 @@ def train(
     """(number, scores by seed and round, seconds) of each job as it ends; a job that fails says why.
 
     A job: values (keys of a run), seeds, at (rounds to evaluate after) and part (given to `load(part, *words)`).
-    judge: scores a finished run, `judge(run, *words, device)`, instead of its accuracy along the way.
+    judge: scores a finished run, `judge(run, *words, device)`, instead of its accuracy along the way. workers: 0 trains
+    in this process, where few short jobs do not pay for another.
     """
+    if not workers:
+        _here.clear()
+        _here.update(load=load, words=words, device=device, judge=judge)
+        for k, j in enumerate(jobs):
+            yield _train(k, j["values"], j["seeds"], j["at"], j["part"])
+        return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start, (load, words, device, judge)) as pool:
         futures = {pool.submit(_train, k, j["values"], j["seeds"], j["at"], j["part"]): k for k, j in enumerate(jobs)}

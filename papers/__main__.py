@@ -47,13 +47,17 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--methods", metavar="A,B,…", help="of the tables of DP-FedNew, in all variants (default: all of the table's)"
     )
-    parser.add_argument("--settings", metavar="FILE", help="of an earlier search (default: the table's)")
+    parser.add_argument(
+        "--settings",
+        metavar="FILE",
+        help="of an earlier search (default: the committed ones, or a search where the table's data are others)",
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument(
         "--out",
         metavar="DIR",
         default="results/paper",
-        help="where TABLE.md, TABLE.json and TABLE.svg go (default: results/paper)",
+        help="where TABLE.md, TABLE.json and TABLE.svg go, and settings/ of searches (default: results/paper)",
     )
     add_json(parser)
 
@@ -93,6 +97,7 @@ def act(arguments: argparse.Namespace) -> int:
             arguments.settings,
             tick,
             methods=tuple(arguments.methods.split(",")) if arguments.methods else None,
+            keep=Path(arguments.out) / "settings",
         )
         document = tables.document(request, _command(arguments))
     written = tables.write(document, Path(arguments.out))

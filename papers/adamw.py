@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
-from papers.tables import PaperTable, TableRequest, TableResult, against, published, roots
+from papers.tables import PaperTable, TableRequest, TableResult, against, on_this_machine, published, roots, set_files
 from sordino.core import Adjacency
-from sordino.data import catalog, fetch, glue
 from sordino.errors import SordinoError, nearest
 from sordino.methods import entry
 from sordino.models.pretrained import TRANSFORMERS
@@ -277,20 +277,6 @@ def _published_lines(table: str, row: PaperRow, method: str, labels: dict[str, A
 # ------------------------------------------------------------------------------------------------------ what is there
 
 
-def on_this_machine(data: str, data_dir: str | None) -> bool:
-    """Whether the set is on this machine. Nothing is downloaded."""
-    known, members = _files(data)
-    stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
-    return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
-
-
-def _files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
-    if data in glue.TASKS:
-        task = glue.TASKS[data]
-        return task.published, (task.parts["train"], task.parts["dev"])
-    return catalog.SETS[data].published, tuple(catalog.SETS[data].members)
-
-
 def weights(model: str, data_dir: str | None) -> str | None:
     """The folder of published weights: DIR/roberta-base of roberta-base-lora."""
     places = (root / _folder(model) for root in roots(data_dir))
@@ -307,27 +293,45 @@ def _folder(model: str) -> str:
     return model.removesuffix("-lora")
 
 
-def _at_hand(table: str, data_dir: str | None) -> list[str]:
-    """Missing files and their folders, and one command per model that can be run."""
-    everything = rows(table)
-    sets = {row.data: on_this_machine(row.data, data_dir) for row in everything}
-    models = dict.fromkeys(model for row in everything for model in row.models if model in TRANSFORMERS)
-    folders = {model: weights(model, data_dir) for model in models}
+class Missing(NamedTuple):
+    """What rows lack on this machine."""
+
+    sets: dict[str, bool]  # by name: whether it is there
+    folders: dict[str, str | None]  # of weights, by model
+    notes: list[str]
+
+    def runs(self, data: str, model: str) -> bool:
+        """Whether a row can be trained here."""
+        return self.sets[data] and self.folders.get(model, "") is not None
+
+
+def missing(name: str, needed: Sequence[tuple[str, str]], data_dir: str | None) -> Missing:
+    """Whether sets and weights are on this machine. needed: pairs of set and model."""
+    sets = {data: on_this_machine(data, data_dir) for data, _ in needed}
+    folders = {model: weights(model, data_dir) for _, model in needed if model in TRANSFORMERS}
     notes = []
-    if lacking := [_files(data)[0] for data, here in sets.items() if not here]:
+    if lacking := [set_files(data)[0] for data, here in sets.items() if not here]:
         wanted = ", ".join(f"{each.title} ({each.remotes[0].file} in DIR/{each.folders[0]})" for each in lacking)
         notes.append(
-            f"data not at hand: {table} needs {wanted}. Name DIR by --data-dir, or let sordino run download them"
+            f"data not at hand: {name} needs {wanted}. Name DIR by --data-dir, or let sordino run download them"
         )
     if absent := [_folder(model) for model, folder in folders.items() if folder is None]:
         notes.append(
-            f"weights not at hand: {table} needs {', '.join(absent)}, each as save_pretrained writes it (with "
+            f"weights not at hand: {name} needs {', '.join(absent)}, each as save_pretrained writes it (with "
             f"tokenizer.json where it reads text) in a folder of that name under DIR; none are downloaded"
         )
+    return Missing(sets, folders, notes)
+
+
+def _at_hand(table: str, data_dir: str | None) -> list[str]:
+    """Missing files and their folders, and one command per model that can be run."""
+    everything = rows(table)
+    lacks = missing(table, [(row.data, model) for row in everything for model in row.models], data_dir)
+    notes, sets, folders = lacks.notes, lacks.sets, lacks.folders
     for model in dict.fromkeys(each for row in everything for each in row.models):
         row = max((row for row in everything if model in row.models), key=lambda row: bool(sets[row.data]))
-        here = bool(sets[row.data] and (model not in models or folders[model]))
-        more: dict[str, Any] = {"weights": folders[model] or f"DIR/{_folder(model)}"} if model in models else {}
+        here = lacks.runs(row.data, model)
+        more: dict[str, Any] = {"weights": folders[model] or f"DIR/{_folder(model)}"} if model in folders else {}
         more |= {"data_dir": data_dir or "DIR"} if data_dir or not here else {}
         when = "" if here else ", with its files in DIR"
         notes.append(f"to run it{when}: {command(preset(table, row.data, 'dp-fedadamw', model=model, **more))}")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from papers import adamw, fednew, fednew_time, sofim
+from papers import adamw, adamw_accuracy, fednew, fednew_time, limits, sofim
 from papers.tables import PaperTable
 
 
 def tables() -> dict[str, PaperTable]:
     """Every table that `python -m papers` can run."""
-    return {table.name: table for table in (*sofim.TABLES, *fednew.TABLES, *fednew_time.TABLES, *adamw.TABLES)}
+    modules = (sofim, fednew, fednew_time, limits, adamw_accuracy, adamw)
+    return {table.name: table for module in modules for table in module.TABLES}

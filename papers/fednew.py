@@ -25,6 +25,7 @@ from papers.tables import (
     attempt,
     chosen,
     line,
+    of_table,
     published,
     train,
     watched_line,
@@ -208,15 +209,6 @@ def _budgets(request: TableRequest, unit: str) -> tuple[float, ...]:
     return asked if unit == "record" else tuple(e for e in asked if e in USER_EPSILONS)
 
 
-def _of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
-    """The requested numbers of clients that the table has."""
-    counts = [n for n in clients if n in (request.clients or clients)]
-    if not counts:
-        asked, known = (", ".join(map(str, part)) for part in (request.clients or (), clients))
-        raise SordinoError(f"clients: {asked}, but the table has {known}; choose from these.")
-    return counts
-
-
 def _of_methods(request: TableRequest, who: Sequence[Rival]) -> list[Rival]:
     """The rivals of the requested methods, in all their variants."""
     known = list(dict.fromkeys(each.method for each in who))
@@ -275,7 +267,7 @@ def comparison(
     """All rivals at all budgets and numbers of clients. source: generates data for every seed, by-site."""
     data, own_data = source or request.source, partition == "by-site"
     units = [unit for unit in units if _budgets(request, unit)]
-    clients = _of_table(request, clients)
+    clients = of_table(request, clients)
     who = [each for each in _of_methods(request, who) if each.trust == SUMS or LIVES_AT in clients]
     tuning = settle(request, who, units, data, partition)
     settings = chosen(tuning)
@@ -326,7 +318,7 @@ def damping(request: TableRequest) -> TableResult:
     """Tables 6 and 12 have no body: alpha and rho at epsilon 1, all else 1, with duals and without."""
     wants = []
     for each in _of_methods(request, newton("dp-fednew", "DP-FedNew")[:2]):
-        for n in _of_table(request, (100, 500)):
+        for n in of_table(request, (100, 500)):
             for alpha in (0.01, 0.1, 1.0):
                 for rho in (0.01, 0.1, 1.0, 10.0, 100.0):
                     labels = {"method": each.label, "n": n, "alpha": alpha, "rho": rho}
@@ -358,7 +350,7 @@ def eigenvalues(request: TableRequest) -> TableResult:
         return {name: float(client_eigenvalues(model, theta, records, clip).mean()) for name, clip in clips.items()}
 
     wants = []
-    for n in _of_table(request, (100, 500)):
+    for n in of_table(request, (100, 500)):
         for alpha, rho in BEST_DAMPING:
             labels = {"measure": "accuracy", "n": n, "what": f"α = {alpha:g}, ρ = {rho:g}"}
             wants.append(Want(labels, _damped(request, DUALS, n, alpha, rho), EPOCHS))

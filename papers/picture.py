@@ -1,8 +1,8 @@
 """The figure of a table: ours, and dashed what the paper prints.
 
-Figures by round where a table has three rounds or more, by CPU seconds where it has them; else the last round by the
-numbers that the table varies. One line per method, or what else is compared, and one panel for everything else that
-varies.
+Errors of estimation have the figure of `sordino estimate`. Otherwise: figures by round where a table has three rounds
+or more, by CPU seconds where it has them; else the last round by the numbers that the table varies. One line per
+method, or what else is compared, and one panel for everything else that varies.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from sordino.errors import SordinoError
-from sordino.studies.estimation_report import pyplot
+from sordino.studies import estimation_report as report
 from sordino.studies.figures import style
 
 COLUMNS = 4  # of panels
 SERIES = ("method", "form", "part", "what", "against")  # what a line may stand for, the first that varies
+STYLE: Any = {"font.size": 8, "svg.hashsalt": "sordino", "svg.fonttype": "none"}
+SVG: dict[str, Any] = {"format": "svg", "metadata": {"Date": None}}  # the same document, the same file
 Point = tuple[float, dict[str, Any]]
 
 
 def drawn(document: dict[str, Any]) -> str | None:
     """The figure of a table's document as SVG; None where matplotlib is not installed."""
     try:
-        figure_of = pyplot()
+        figure_of = report.pyplot()
     except SordinoError:
         return None
     import matplotlib
 
+    if estimated := document.get("estimated"):
+        return _estimated(estimated)
     lines = [{**line, "labels": {key: _number(v) for key, v in line["labels"].items()}} for line in document["lines"]]
     timed = {"accuracy", "seconds"} <= {line["labels"].get("measure") for line in lines}
     lines = by_seconds(lines) if timed else lines
@@ -45,7 +49,7 @@ def drawn(document: dict[str, Any]) -> str | None:
     places = (curves or places) if by_round else places
     columns = min(COLUMNS, len(places))
     rows = math.ceil(len(places) / columns)
-    with matplotlib.rc_context({"font.size": 8, "svg.hashsalt": "sordino", "svg.fonttype": "none"}):
+    with matplotlib.rc_context(STYLE):
         figure = figure_of(figsize=(3.2 * columns, 2.4 * rows + 0.6), layout="constrained")
         grid = figure.subplots(rows, columns, squeeze=False).flatten()
         for axes, at in itertools.zip_longest(grid, places):
@@ -70,8 +74,20 @@ def drawn(document: dict[str, Any]) -> str | None:
             figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=COLUMNS, frameon=False)
         figure.suptitle(f"{document['table']}: {document['about']}")
         out = io.StringIO()
-        figure.savefig(out, format="svg", metadata={"Date": None})
+        figure.savefig(out, **SVG)
     return out.getvalue()
+
+
+def _estimated(estimated: dict[str, Any]) -> str:
+    import matplotlib
+
+    out = io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        if "pooled" in estimated:
+            report.draw_mnist({estimated["task"]: (estimated["points"], estimated["pooled"])}, out, **SVG)
+        else:
+            report.draw(estimated["points"], out, **SVG)
+    return out.getvalue().decode()
 
 
 def by_seconds(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -119,11 +135,9 @@ def points(curve: Sequence[dict[str, Any]], x: str, ticks: Sequence[Any]) -> lis
 
 
 def _plot(axes: Any, curve: Sequence[Point], name: str, look: dict[str, Any]) -> None:
-    if curve:
-        spread = [cell.get("std") or 0.0 for _, cell in curve]
-        axes.errorbar(
-            [at for at, _ in curve], [cell["ours"] for _, cell in curve], spread, label=name, capsize=2, **look
-        )
+    if ours := [(at, cell) for at, cell in curve if cell["ours"] is not None]:
+        spread = [cell.get("std") or 0.0 for _, cell in ours]
+        axes.errorbar([at for at, _ in ours], [cell["ours"] for _, cell in ours], spread, label=name, capsize=2, **look)
     printed = [(at, cell["published"]) for at, cell in curve if cell.get("published") is not None]
     if printed:
         faint = look | {"linestyle": ":", "markerfacecolor": "none", "alpha": 0.7}

@@ -6,6 +6,7 @@ a table has.
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import shlex
 import tempfile
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from papers import limits
 from papers.tables import PaperTable, TableRequest, published
 from sordino.data import glue
 from sordino.errors import SordinoError
@@ -58,6 +60,7 @@ def run(tables: Sequence[PaperTable], tick: Callable[[int], None]) -> list[dict[
                     clients=_fewest(each),
                     rounds=ROUNDS,
                     most_settings=1,
+                    keep=Path(place) / "settings",
                     tick=lambda n, runs=runs: runs.__setitem__(0, runs[0] + n),  # type: ignore[misc]
                 )
                 content = each.make(request)
@@ -77,7 +80,7 @@ def run(tables: Sequence[PaperTable], tick: Callable[[int], None]) -> list[dict[
 def _fewest(table: PaperTable) -> tuple[int, ...] | None:
     """The smallest number of clients of a table that varies them."""
     known = getattr(table.make, "keywords", {}).get("clients")
-    return None if known is None else (min(known),)
+    return (min(known),) if known else None
 
 
 def train(command: str) -> None:
@@ -110,8 +113,11 @@ def prepare(table: PaperTable, place: Path) -> None:
         _features(place / table.needs)
     if table.needs == "a9a":
         _a9a(place / "a9a")
-    if table.name.startswith("adamw"):
+    if table.needs in (limits.DIGITS[0], "mnist"):
+        _digits(place)
+    if table.name.startswith("adamw") or table.needs == "cifar10":
         _images(place)
+    if table.name.startswith("adamw"):
         _sentences(place)
         _weights(place)
 
@@ -134,6 +140,16 @@ def _a9a(folder: Path) -> None:
     for name, n in (("a9a", RECORDS), ("a9a.t", TESTS)):
         lines = (f"{'+1' if k % 2 else '-1'} {1 + k % 2}:1 {rng.integers(3, 123)}:1" for k in range(n))
         (folder / name).write_text("\n".join(lines) + "\n")
+
+
+def _digits(place: Path) -> None:
+    """MNIST of a few images, in its own format."""
+    rng = np.random.default_rng(0)
+    for part, n in (("train", RECORDS), ("t10k", TESTS)):
+        pixels, labels = rng.integers(0, 256, (n, 28, 28), np.uint8), (np.arange(n) % 10).astype(np.uint8)
+        for name, magic, array in (("images-idx3", 0x803, pixels), ("labels-idx1", 0x801, labels)):
+            head = np.array([magic, *array.shape], ">i4").tobytes()
+            (place / f"mnist-{part}-{name}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes()))
 
 
 def _images(place: Path) -> None:

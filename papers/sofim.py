@@ -10,7 +10,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from papers.tables import (
     published,
     train,
 )
+from papers.tuning import Part, Settled, settle
 from sordino.data.partition import describe, split
 from sordino.errors import SordinoError
 from sordino.evidence.certificate import finite
@@ -49,6 +49,10 @@ BASE = {
 }
 SEEN = {"trust": "untrusted-server", "divisor": "client-mean"}  # appendix E
 SUMS = {"trust": "secure-aggregation", "divisor": "pooled"}
+LAST = Part(SEEN, ROUNDS, "settings_client-mean")
+ALONE = (LAST, Part(SEEN, EARLY, "round10_settings_client-mean"))
+BOTH = (LAST, Part(SUMS, ROUNDS, "settings_sa"), ALONE[1], Part(SUMS, EARLY, "round10_settings_sa"))
+PAPER = ("paper",)  # all methods of the paper, as sordino compare names them
 NAMES = {
     "dp-fedgd": "DP-FedGD",
     "dp-fedavg": "DP-FedAvg",
@@ -67,27 +71,12 @@ INFERRED: dict[float, dict[str, Any]] = {  # the paper has bias correction up to
 }
 FORMS = ("gradient", "momentum")
 FEATURES = "the features are not the paper's: compare orders, gaps and shapes, not levels"
-TUNED = (
-    "settings: chosen on validation records (seed 0) under the noise of the row, over the paper's fine grid, with "
-    "steps between 0.1 and 0.3 for DP-FedGD"
-)
-FOREIGN = (
-    "these settings are those of CIFAR-10 by ResNet-20, and this table has other data: sordino compare --data {} "
-    "--only-tune finds its own, and --settings takes them"
-)
 OWN_PARTS = (
     "DP-FedSOFIM is tuned with and without the parts of its paper for small budgets: bias correction up to epsilon 1, "
     "a warm-up of 20 rounds at 0.5"
 )
 SILENT = "epsilon ∞ is without noise: nothing is certified there"
 AS_PRINTED = "DP-FedSOFIM (gradient) is the formula as printed, (momentum) multiplies the moving average instead"
-
-
-def _about_settings(request: TableRequest) -> list[str]:
-    """How the settings of a table were chosen, and for which data."""
-    if request.settings:
-        return [f"settings: those of {Path(request.settings).name}"]
-    return [TUNED] if Path(request.source).name == CIFAR[0] else [TUNED, FOREIGN.format(Path(request.source).name)]
 
 
 def title(label: str) -> str:
@@ -169,50 +158,38 @@ def lineup(
     return wants
 
 
-def comparison(
-    request: TableRequest, of: str, partition: str, worlds: Sequence[tuple[dict[str, str], str]]
-) -> TableResult:
-    """Tables 3 to 6, 8 and 9. worlds: with the settings of each."""
-    rows = published(of)
-    worlds = worlds[:1] if request.settings else worlds  # a file has settings for one noise
-    tunings = [request.tuning(name) for _, name in worlds]
+def comparison(request: TableRequest, of: str, partition: str, parts: Sequence[Part]) -> TableResult:
+    """Tables 3 to 6, 8 and 9. parts: noises, and the rounds that settings are tuned for."""
+    rows, found = published(of), settle(request, parts, PAPER, BASE, BUDGETS)
     unprinted: PrintedFigures = dict.fromkeys(
         range(10, ROUNDS + 1, 10), (None, None)
     )  # at a budget that the paper does not have
-
-    def entered(tunings: Sequence[dict[str, Any]], tuned_for: int) -> list[Want]:
-        return [
-            want._replace(printed=want.printed or unprinted, labels={**want.labels, "tuned for": f"round {tuned_for}"})
-            for (world, _), tuning in zip(worlds, tunings, strict=True)
-            for want in lineup(request, {**world, "partition": partition}, tuning, rows, strict=world is SEEN)
-        ]
-
-    wants = entered(tunings, ROUNDS)
-    notes = [FEATURES, *_about_settings(request), OWN_PARTS, AS_PRINTED]
-    notes += [
-        f"tuning under {world['trust']}: {tuning['how']}" for (world, _), tuning in zip(worlds, tunings, strict=True)
-    ]
-    lines = trained(request, wants)
-    if not request.settings:  # a file has settings for one round
-        early = entered([request.tuning(f"{EARLY_SETTINGS}{name}") for _, name in worlds], EARLY)
-        lines += trained(request, [want for want in early if EARLY in want.printed], min(EARLY, ROUNDS))
+    wants: dict[int, list[Want]] = {EARLY: [], ROUNDS: []}  # by the round that they are tuned for
+    for part, tuning in found.parts:
+        for want in lineup(request, {**part.world, "partition": partition}, tuning, rows, strict=part.world is SEEN):
+            labels = {**want.labels, "tuned for": f"round {part.round}"}
+            last = EARLY if part.round == EARLY else ROUNDS
+            wants[last].append(want._replace(printed=want.printed or unprinted, labels=labels))
+    lines = trained(request, wants[ROUNDS])
+    early = [want for want in wants[EARLY] if EARLY in want.printed]
+    lines += trained(request, early, min(EARLY, ROUNDS)) if early else []
+    notes = [FEATURES, *found.notes, *found.grids, OWN_PARTS, AS_PRINTED]
+    if early:
         notes.append(
             f"rows tuned for round {EARLY} have settings of their own, chosen by the accuracy after that round"
         )
+    everyone = [*wants[ROUNDS], *wants[EARLY]]
+    worlds = list(dict.fromkeys(part.world["trust"] for part, _ in found.parts))
     if len(worlds) > 1:
         notes.append("under secure aggregation records are pooled, and methods that are not proved there are left out")
-    for world, _ in worlds:
-        has = {want.labels["epsilon"] for want in wants if want.labels["noise"] == world["trust"]}
+    for world in worlds:
+        has = {want.labels["epsilon"] for want in everyone if want.labels["noise"] == world}
         if lacks := [epsilon for epsilon in request.epsilons or () if epsilon not in has]:
-            notes.append(f"left out under {world['trust']}, for want of settings: epsilon {listed(lacks)}")
-    notes += remarks(sorted({want.labels["epsilon"] for want in wants}))
+            notes.append(f"left out under {world}, for want of settings: epsilon {listed(lacks)}")
+    notes += remarks(sorted({want.labels["epsilon"] for want in everyone}))
     if partition == "iid":
         notes.append("settings are those of the Dirichlet partition: the paper says both that it kept and retuned them")
-    return TableResult(lines, "epsilon", notes, tunings[0])
-
-
-BOTH = ((SEEN, "settings_client-mean"), (SUMS, "settings_sa"))
-EARLY_SETTINGS = "round10_"  # before the name of a file of settings
+    return TableResult(lines, "epsilon", notes, found.tuning)
 
 
 # ---------------------------------------------------------------------------------------------------------- ablation
@@ -222,9 +199,8 @@ def ablation(request: TableRequest, dataset: str) -> TableResult:
     """Tables 10 and 11: as published, and with the parts at the effective step lr / rho of the whole method."""
     rows, base = published("sofim-10-11"), {**BASE, **SEEN, "data": request.source}
     base.pop("covariance_clip")
-    tuning = request.tuning("settings_client-mean")
     budgets = request.epsilons or BUDGETS
-    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
+    found, tuned = momentum_form(request, budgets)
     wants = []
     for origin, settings in (("tuned here", tuned), ("inferred", {e: INFERRED[e] for e in budgets if e in INFERRED})):
         for epsilon, whole in settings.items():
@@ -251,21 +227,29 @@ def ablation(request: TableRequest, dataset: str) -> TableResult:
     wants.sort(key=lambda want: (want.labels["settings"] != "tuned here", order.get(want.labels["part"], 2)))
     notes = [
         FEATURES,
-        "tuned here: the settings of the momentum form in table 3; inferred: the paper's, from its table 12",
+        f"tuned here: the settings of the momentum form in table {3 if dataset == 'CIFAR-10' else 4}; inferred: the "
+        "paper's, from its table 12",
         "inferred settings are for epsilon 1 and 5 alone, which are those of table 12",
         "the paper compares its parts at step lr with a whole that moves by about lr / rho",
+        *found.notes,
         *remarks(budgets),
     ]
-    return TableResult(trained(request, wants), "epsilon", notes, tuning)
+    return TableResult(trained(request, wants), "epsilon", notes, found.tuning)
+
+
+def momentum_form(request: TableRequest, budgets: Sequence[float]) -> tuple[Settled, dict[float, dict[str, Any]]]:
+    """The settings of the table, and of them those of DP-FedSOFIM's momentum form by budget."""
+    found = settle(request, [LAST], ["dp-fedsofim:apply_to=momentum"], BASE, budgets)
+    settings = chosen(found.parts[0][1])
+    return found, {epsilon: of_budget(settings, MOMENTUM, epsilon) for epsilon in budgets}
 
 
 def regulariser(request: TableRequest) -> TableResult:
     """Table 12, in both forms."""
     rows, base = published("sofim-12"), {**BASE, **SEEN, "data": request.source, "method": "dp-fedsofim"}
     base.pop("covariance_clip")
-    tuning = request.tuning("settings_client-mean")
     budgets = request.epsilons or tuple(INFERRED)
-    tuned = {epsilon: of_budget(chosen(tuning), MOMENTUM, epsilon) for epsilon in budgets}
+    found, tuned = momentum_form(request, budgets)
     wants = []
     for epsilon in budgets:
         origins = {"inferred": INFERRED[epsilon]} if epsilon in INFERRED else {}
@@ -288,7 +272,7 @@ def regulariser(request: TableRequest) -> TableResult:
         notes.append(f"table 12 has no epsilon {listed(more)}: no figures to infer an lr from, so tuned here alone")
     if any(map(math.isinf, budgets)):
         notes.append(SILENT)
-    return TableResult(trained(request, wants), "rho", notes, tuning)
+    return TableResult(trained(request, wants), "rho", [*notes, *found.notes], found.tuning)
 
 
 # --------------------------------------------------------------------------------------------------- other measures
@@ -342,18 +326,18 @@ def partition(request: TableRequest, of: str, dataset: str) -> TableResult:
     for key, value in printed.items():
         figure = {**against([each[key] for each in drawn], value), "digits": 2}
         lines.append(measured({"what": key, "epsilon": "any"}, figure, {"seeds": 100}))
-    tuning, wants = request.tuning("settings_client-mean"), []
-    table3 = published("sofim-3" if dataset == "CIFAR-10" else "sofim-4")
-    settings = chosen(tuning)
+    number, who = 3 if dataset == "CIFAR-10" else 4, ["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"]
+    found, wants, accuracies_of_paper = settle(request, [LAST], who, BASE, BUDGETS), [], published(f"sofim-{number}")
+    settings = chosen(found.parts[0][1])
     for law, words in (("dirichlet:0.5", "drawn"), (f"counts:{file}", "as printed")):
         base = {**BASE, **SEEN, "data": request.source, "partition": law, "clients": None}
         if law.startswith("dirichlet"):
             base["clients"] = len(counts)
-        for each in compare.contestants(["dp-fedgd", "dp-fedsofim", "dp-fedsofim:apply_to=momentum"], {**BASE, **SEEN}):
+        for each in compare.contestants(who, {**BASE, **SEEN}):
             for epsilon in request.epsilons or BUDGETS:
                 values = {**each.values(base, epsilon), **of_budget(settings, each.label, epsilon)}
                 labels = {"what": f"accuracy of {title(each.label)}, counts {words}", "epsilon": epsilon}
-                last = printed_figures(table3, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
+                last = printed_figures(accuracies_of_paper, method=NAMES[each.method], epsilon=epsilon, round=ROUNDS)
                 wants.append(Want(labels, values, last))
     accuracies = trained(request, wants)
     for line in accuracies:
@@ -361,10 +345,11 @@ def partition(request: TableRequest, of: str, dataset: str) -> TableResult:
     notes = [
         "statistics of the partition: ours over 100 Dirichlet(0.5) draws, the paper's of its printed counts",
         FEATURES,
-        "accuracies: the paper's are those of its table 3, over three partitions",
+        f"accuracies: the paper's are those of its table {number}, over three partitions",
+        *found.notes,
         *remarks(request.epsilons or BUDGETS),
     ]
-    return TableResult([*lines, *accuracies], "epsilon", notes, tuning)
+    return TableResult([*lines, *accuracies], "epsilon", notes, found.tuning)
 
 
 def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
@@ -383,8 +368,8 @@ def _shape(y: np.ndarray, whose: np.ndarray, classes: int) -> dict[str, float]:
 def significance(request: TableRequest, dataset: str, backbone: str) -> TableResult:
     """Tables 15 and 16: McNemar's test of DP-FedSOFIM against every baseline, one seed."""
     rows = [r for r in published("sofim-15-16") if (r["dataset"], r["backbone"]) == (dataset, backbone)]
-    tuning = request.tuning("settings_client-mean")
-    wants = lineup(request, SEEN, tuning, [])
+    found = settle(request, [LAST], PAPER, BASE, BUDGETS)
+    wants = lineup(request, SEEN, found.parts[0][1], [])
     if request.epsilons is None:
         wants = [want for want in wants if want.labels["epsilon"] in BUDGETS]
     right = {}
@@ -411,11 +396,11 @@ def significance(request: TableRequest, dataset: str, backbone: str) -> TableRes
         f"lead of DP-FedSOFIM in points; * significant at {LEVEL:g} (McNemar with continuity correction, seed 1)",
         "tests against one baseline each, not corrected for their number",
         FEATURES,
-        *_about_settings(request),
+        *found.notes,
         OWN_PARTS,
         *remarks(budgets),
     ]
-    return TableResult(lines, "epsilon", notes, tuning)
+    return TableResult(lines, "epsilon", notes, found.tuning)
 
 
 def _star(p: float) -> str:
@@ -440,39 +425,39 @@ CIFAR_VGG, PATH_VGG = (
     ("cifar10_vgg16.npz", _source("cifar10", "vgg16")),
     ("pathmnist_vgg16.npz", _source("pathmnist", "vgg16")),
 )
-DIRICHLET, ALONE = "dirichlet:0.5", BOTH[:1]
+DIRICHLET = "dirichlet:0.5"
 
 TABLES = (
     PaperTable(
         "sofim-3",
         "CIFAR-10, ResNet-20, Dirichlet 0.5",
-        partial(comparison, of="sofim-3", partition=DIRICHLET, worlds=BOTH),
+        partial(comparison, of="sofim-3", partition=DIRICHLET, parts=BOTH),
         *CIFAR,
     ),
     PaperTable(
         "sofim-4",
         "PathMNIST, ResNet-20, Dirichlet 0.5",
-        partial(comparison, of="sofim-4", partition=DIRICHLET, worlds=BOTH),
+        partial(comparison, of="sofim-4", partition=DIRICHLET, parts=BOTH),
         *PATH,
     ),
     PaperTable(
         "sofim-5",
         "CIFAR-10, VGG-16, Dirichlet 0.5",
-        partial(comparison, of="sofim-5", partition=DIRICHLET, worlds=BOTH),
+        partial(comparison, of="sofim-5", partition=DIRICHLET, parts=BOTH),
         *CIFAR_VGG,
     ),
     PaperTable(
         "sofim-6",
         "PathMNIST, VGG-16, Dirichlet 0.5",
-        partial(comparison, of="sofim-6", partition=DIRICHLET, worlds=BOTH),
+        partial(comparison, of="sofim-6", partition=DIRICHLET, parts=BOTH),
         *PATH_VGG,
     ),
     PaperTable("sofim-7", "seconds a round", runtime, *CIFAR),
     PaperTable(
-        "sofim-8", "CIFAR-10, ResNet-20, IID", partial(comparison, of="sofim-8", partition="iid", worlds=ALONE), *CIFAR
+        "sofim-8", "CIFAR-10, ResNet-20, IID", partial(comparison, of="sofim-8", partition="iid", parts=ALONE), *CIFAR
     ),
     PaperTable(
-        "sofim-9", "PathMNIST, ResNet-20, IID", partial(comparison, of="sofim-9", partition="iid", worlds=ALONE), *PATH
+        "sofim-9", "PathMNIST, ResNet-20, IID", partial(comparison, of="sofim-9", partition="iid", parts=ALONE), *PATH
     ),
     PaperTable("sofim-10", "ablation, CIFAR-10", partial(ablation, dataset="CIFAR-10"), *CIFAR),
     PaperTable("sofim-11", "ablation, PathMNIST", partial(ablation, dataset="PathMNIST"), *PATH),

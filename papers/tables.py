@@ -23,6 +23,7 @@ import numpy as np
 
 import sordino
 from papers.picture import drawn, word
+from sordino.data import catalog, fetch, glue
 from sordino.data.fetch import Folder, cache
 from sordino.data.sources import Dataset, load
 from sordino.errors import SordinoError
@@ -31,6 +32,7 @@ from sordino.training.batch import MAX_RUNS_PER_BATCH, Trained, Watch, run_many
 from sordino.training.spec import Spec
 
 PUBLISHED = Path(__file__).with_name("published")
+FILES = ("data", "weights")  # keys of a run that may be paths of this machine
 Tick = Callable[[int], None]
 PrintedFigures = dict[int, tuple[float | None, float | None]]  # by round: mean and standard deviation, in percent
 
@@ -55,6 +57,8 @@ class PaperTable(NamedTuple):
         """The path or set name of `needs` on this machine; None if it is missing."""
         if self.needs is None:
             return ""
+        if self.needs in catalog.SETS and on_this_machine(self.needs, data_dir):
+            return self.needs
         for root in roots(data_dir):
             if self.needs.endswith(".npz"):
                 if (root / self.needs).is_file():
@@ -67,6 +71,21 @@ class PaperTable(NamedTuple):
 def roots(data_dir: str | Path | None) -> list[Path]:
     """Folders to search."""
     return [*(Path(folder).expanduser() for folder in (data_dir, os.environ.get("SORDINO_DATA")) if folder), cache()]
+
+
+def on_this_machine(data: str, data_dir: str | Path | None) -> bool:
+    """Whether the set is on this machine. Nothing is downloaded."""
+    known, members = set_files(data)
+    stores = [store for root in roots(data_dir) for store in fetch._stores(known, root)]
+    return any(isinstance(store, fetch.Archive) or all(map(store.has, members)) for store in stores)
+
+
+def set_files(data: str) -> tuple[fetch.Published, tuple[str, ...]]:
+    """Where a set is published, and the members that it is read from."""
+    if data in glue.TASKS:
+        task = glue.TASKS[data]
+        return task.published, (task.parts["train"], task.parts["dev"])
+    return catalog.SETS[data].published, tuple(catalog.SETS[data].members)
 
 
 class Want(NamedTuple):
@@ -82,6 +101,7 @@ class TableResult(NamedTuple):
     across: str  # the label whose values are the columns
     notes: Sequence[str]
     tuning: dict[str, Any] | None = None
+    estimated: dict[str, Any] | None = None  # points of `sordino.studies.estimation`, which has a figure for them
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,7 @@ class TableRequest:
     rounds: int | None = None  # of every run; the table's own
     most_settings: int | None = None  # of a grid that are tried; all
     methods: tuple[str, ...] | None = None  # of the tables of DP-FedNew; all
+    keep: Path | None = None  # a folder where searches keep the settings that they found
 
     @cached_property
     def source(self) -> str:
@@ -117,12 +138,18 @@ class TableRequest:
     def dataset(self) -> Dataset:
         return load(self.source, data_dir=self.data_dir)
 
-    def tuning(self, *names: str) -> dict[str, Any]:
-        """Requested settings, or those of `published/` whose file names have this prefix."""
-        files = [Path(self.settings)] if self.settings else []
-        files = files or sorted(path for name in names for path in PUBLISHED.glob(f"{name}*.json"))
-        parts = [frozen(path) for path in files]
-        return {**parts[0], "settings": [setting for part in parts for setting in part["settings"]]}
+    def tuning(self, name: str = "") -> dict[str, Any]:
+        """Requested settings, or those of `published/` by this name."""
+        return frozen(Path(self.settings) if self.settings else PUBLISHED / f"{name}.json")
+
+
+def of_table(request: TableRequest, clients: Sequence[int]) -> list[int]:
+    """The requested numbers of clients that the table has."""
+    counts = [n for n in clients if n in (request.clients or clients)]
+    if not counts:
+        asked, known = (", ".join(map(str, part)) for part in (request.clients or (), clients))
+        raise SordinoError(f"clients: {asked}, but the table has {known}; choose from these.")
+    return counts
 
 
 def chosen(tuning: dict[str, Any]) -> dict[tuple[str, float | None], dict[str, Any]]:
@@ -189,7 +216,7 @@ def watched_line(want: Want, runs: Sequence[Trained], name: str, labels: dict[st
 
 
 def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: dict[str, Any]) -> dict[str, Any]:
-    values = {**want.values, "data": Path(str(want.values["data"])).name}
+    values = {**want.values, **{key: Path(str(want.values[key])).name for key in FILES if key in want.values}}
     plan = runs[0].plan
     certified = "no: no noise" if plan.noiseless else "yes" if plan.proved else "no"
     return {
@@ -201,15 +228,15 @@ def _line(want: Want, runs: Sequence[Trained], labels: dict[str, Any], rounds: d
 
 
 def against(samples: Sequence[float], published: float | None = None, spread: float | None = None) -> dict[str, Any]:
-    """Our mean and standard deviation, the published ones, and the difference of the means."""
-    mean = float(np.mean(samples))
+    """Our mean and standard deviation, the published ones, and the difference of the means; no samples: not run."""
+    mean = float(np.mean(samples)) if samples else None
     return {
-        "ours": round(mean, 4),
+        "ours": None if mean is None else round(mean, 4),
         "std": round(float(np.std(samples, ddof=1)), 4) if len(samples) > 1 else None,
         "samples": [round(float(sample), 4) for sample in samples],
         "published": published,
         "published_std": spread,
-        "difference": None if published is None else round(mean - published, 4),
+        "difference": None if published is None or mean is None else round(mean - published, 4),
     }
 
 
@@ -227,6 +254,7 @@ def document(request: TableRequest, command: str) -> dict[str, Any]:
         "across": content.across,
         "tuning": content.tuning,
         "lines": content.lines,
+        **({} if content.estimated is None else {"estimated": content.estimated}),
     }
 
 
@@ -254,6 +282,8 @@ def pivot(lines: Sequence[dict[str, Any]], across: str, at: str | None = None) -
 def cell(figure: dict[str, Any]) -> str:
     """Ours ± std (printed, difference)."""
     digits = figure.get("digits", 1)
+    if figure["ours"] is None:
+        return f"not run ({figure['published']:.{digits}f})"
     ours = f"{figure['ours']:z.{digits}f}" + (f" ± {figure['std']:.{digits}f}" if figure["std"] is not None else "")
     ours += str(figure.get("mark", ""))
     if figure["published"] is None:

@@ -9,7 +9,7 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
-from papers import adamw, tables
+from papers import adamw, adamw_accuracy, catalog, smoke, tables
 from papers.__main__ import main
 from papers.adamw import command, epsilon, preset, rows
 from sordino.errors import SordinoError
@@ -243,3 +243,71 @@ def test_what_is_at_hand_can_be_run(capsys, empty):
     out = call(capsys, empty, "adamw-20")
     assert "to run it: sordino run --set data=cifar10 --set model=resnet18-gn" in out
     assert "needs CIFAR-100" in out
+
+
+# -------------------------------------------------------------------------------------------------------- accuracies
+
+
+@pytest.mark.parametrize("table", adamw_accuracy.ABOUT)
+def test_rows_of_accuracies_are_runs_of_table_18(table):
+    rows = adamw_accuracy.accuracy_rows(table)
+    assert len(rows) == len(tables.published(table.replace("-", "_table")))
+    for each in rows:
+        spec = Spec.of(each.values)
+        plan = resolve(spec).plan(each.row.sizes)
+        assert plan.proved
+        assert calibration.summed_noise(plan)[1] == pytest.approx(each.sigma)
+        assert spec.values()["partition"] == f"dirichlet:{each.labels['alpha']:g}"
+        assert spec.method == each.method
+        assert {key: each.values[key] for key in ("beta1", "beta2") if key in each.labels} == {
+            key: each.labels[key] for key in ("beta1", "beta2") if key in each.labels
+        }
+
+
+def test_published_accuracies_meet_their_rows():
+    def of(table, **labels):
+        (found,) = [each for each in adamw_accuracy.accuracy_rows(table) if labels.items() <= each.labels.items()]
+        return found.accuracy
+
+    assert of("adamw-10", model="Swin-Base", alpha=0.1, method="dp-fedavg-ls") == 90.14
+    assert of("adamw-11", alpha=0.6, sigma=1.5) == 68.52
+    assert of("adamw-11", alpha=0.1, sigma=2.0, method="dp-fedavg") == 54.34
+    assert of("adamw-12", data="tiny-imagenet", alpha=0.1, method="dp-adadps") == 15.84
+    assert of("adamw-14", method="dp-localadamw", beta1=0.95, beta2=0.99) == 64.32
+
+
+def test_without_data_accuracies_are_the_published_ones_beside_epsilon(capsys, empty):
+    out = call(capsys, empty, "adamw-11")
+    assert "0.6 0.5 dp-fedadamw not run (73.62)" in out
+    assert "1 dp-localadamw not run (65.28) 1.48 4.36" in out
+    for words in (
+        "data not at hand: adamw-11 needs CIFAR-100 (cifar-100-python.tar.gz in DIR/cifar100)",
+        "weights not at hand: adamw-11 needs swin-base,",
+        "one row by itself, with its files in DIR: sordino run --set data=cifar100 --set model=swin-base-lora",
+    ):
+        assert words in out
+    found = json.loads((empty / "out" / "adamw-11.json").read_text())
+    cells = [line["rounds"]["100"] for line in found["lines"] if line["labels"]["measure"] == "accuracy"]
+    assert all(cell["ours"] is None and cell["difference"] is None for cell in cells)
+    assert (empty / "out" / "adamw-11.svg").exists() == ("svg" in out)
+
+
+def test_a_row_is_trained_where_its_images_and_weights_are(empty):
+    pytest.importorskip("transformers", reason="pip install sordino[transformers]")
+    table = catalog.tables()["adamw-12"]
+    smoke.prepare(table, empty)
+    asked = tables.TableRequest(table, str(empty), seeds=1, rounds=2, most_settings=1)
+    found = table.make(asked)
+    cells = {
+        tuple(line["labels"][key] for key in ("data", "alpha", "method")): line
+        for line in found.lines
+        if line["labels"]["measure"] == "accuracy"
+    }
+    line = cells.pop(("cifar100", 0.6, "dp-fedadamw"))
+    assert line["rounds"]["2"]["published"] == 46.77
+    assert line["rounds"]["2"]["ours"] is not None
+    assert line["certified"] == "yes"
+    assert line["settings"]["weights"] == "swin-tiny", "where weights lie is nobody's business"
+    assert all(other["rounds"]["100"]["ours"] is None for other in cells.values())
+    assert adamw_accuracy.UNTRAINED in found.notes
+    assert any(note.startswith("data not at hand: adamw-12 needs Tiny-ImageNet") for note in found.notes)

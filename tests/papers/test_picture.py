@@ -61,7 +61,7 @@ def test_without_matplotlib_there_is_none(monkeypatch, tmp_path):
     document |= {"command": "c", "device": "cpu", "notes": []}
     document["lines"][0]["rounds"]["70"] = {**CELL, "difference": 5.0}
     assert [path.suffix for path in tables.write(document, tmp_path)] == [".md", ".json", ".svg"]
-    monkeypatch.setattr(picture, "pyplot", refuse)
+    monkeypatch.setattr(picture.report, "pyplot", refuse)
     assert [path.suffix for path in tables.write(document, tmp_path)] == [".md", ".json"]
 
 

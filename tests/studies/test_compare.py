@@ -138,6 +138,22 @@ def test_settings_are_chosen_once_and_kept(tmp_path):
             compare.frozen(path)
 
 
+def test_a_search_may_be_cut_and_reads_data_in_memory(monkeypatch):
+    from sordino.training.resolved import ResolvedSpec
+
+    base = {"data": "digits", "rounds": 2, "clients": 3}
+    who = compare.contestants(["dp-fedsofim"], base)
+    data = resolve(Spec.of({**who[0].values(base, 4.0), "seed": 0, "split_seed": 0})).read_data()
+    whole = compare.settle(who, base, [4.0], most=3, extensions=0)
+    assert [each["tried"] for each in whole["settings"]] == [3]
+
+    def read(self):
+        raise AssertionError("read again")
+
+    monkeypatch.setattr(ResolvedSpec, "read_data", read)
+    assert compare.settle(who, base, [4.0], most=3, extensions=0, data=data) == whole
+
+
 def test_a_grid_that_was_extended_is_named():
     base = {**BASE, "rounds": 3}
     tuning = compare.settle(compare.contestants(["dp-fedgd"], base), base, [8.0], tune_round=2, metric="log_loss")

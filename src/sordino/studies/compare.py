@@ -33,7 +33,7 @@ from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.settings import parse_setting
 from sordino.studies import curves, one_party, private_tuning
-from sordino.studies.grids import UNTUNED, Grid, preset
+from sordino.studies.grids import UNTUNED, Grid, cut, preset
 from sordino.studies.statistics import mcnemar, pack, unpack
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.batch import Trained, run_many
@@ -153,20 +153,26 @@ def settle(
     metric: str | None = None,
     tune_round: int | None = None,
     alone: bool = False,
+    most: int | None = None,
+    data: Dataset | None = None,
     **search: Any,
 ) -> dict[str, Any]:
     """Tune every contestant for every budget. The result is the `tuning` part of a document.
 
-    tune_round: the round whose metric decides (default: the last). alone: also tune the row of `one_party`. search: see
-    `tune`.
+    tune_round: the round whose metric decides (default: the last). alone: also tune the row of `one_party`. most:
+    settings of a grid that are tried (default: all). data: the data of `base`, where they are in memory already.
+    search: see `tune`.
     """
     cases: list[tuple[Contestant, float, TuningCase]] = []
     for each in who:
         for epsilon in epsilons:
             tried = _tried(each, base, epsilon, grid)
+            tried = tried if most is None else cut(tried, most)
             cases.append((each, epsilon, TuningCase({**each.values(base, epsilon), "seed": 0, "split_seed": 0}, tried)))
     tunable = [case for case in cases if case[2].grid]
-    dataset = validated(resolve(Spec.of(tunable[0][2].values)).read_data(), validation) if tunable else None
+    if data is None and tunable:
+        data = resolve(Spec.of(tunable[0][2].values)).read_data()
+    dataset = validated(data, validation) if data is not None and tunable else None
     metric = ranking_metric(metric, task_of_data(dataset)) if dataset else metric
     search = {"extensions": EXTENSIONS, "metric": metric, "tune_round": tune_round, **search}
     tuned = tune([case for *_, case in tunable], dataset, how=how, **search) if dataset else []
@@ -187,9 +193,8 @@ def settle(
         found: dict[str, Any] = {"options": {"share": share}, "score": score, "tried": len(one_party.SHARES)}
         settings.append({"method": one_party.LABEL, "epsilon": row.values["epsilon"], **found})
     held = "records" if dataset is None or dataset.person is None else "persons"
-    by = "" if tune_round is None else f", by the metric after round {tune_round}"
     return {
-        "how": f"{how} over {grid}{by}{extended(settings)}",
+        "how": in_words(settings, how, grid, tune_round),
         "paid": private_tuning.UNPAID,
         "validation": f"{validation:.0%} of the training {held}, held out by position (seed 0); no test record",
         "settings": settings,
@@ -206,6 +211,12 @@ def _tried(who: Contestant, base: dict[str, Any], epsilon: float, grid: str) -> 
         for key, values in preset(grid, who.method, epsilon).items()
         if key not in who.options
     }
+
+
+def in_words(settings: Sequence[dict[str, Any]], how: str, grid: str, tune_round: int | None) -> str:
+    """How a search chose: over which grid, by which round, and which grids were extended."""
+    by = "" if tune_round is None else f", by the metric after round {tune_round}"
+    return f"{how} over {grid}{by}{extended(settings)}"
 
 
 def extended(settings: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from sordino.errors import SordinoError
 from sordino.studies.estimation import LABELS, POOLED
@@ -117,8 +117,8 @@ def pyplot() -> Any:
     return Figure
 
 
-def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Error against x: one row of panels per law of sizes, one column per budget."""
+def draw(points: Sequence[dict[str, Any]], out: Path | BinaryIO, **how: Any) -> None:
+    """Error against x: one row of panels per law of sizes, one column per budget. how: see matplotlib's savefig."""
     laws = list(dict.fromkeys(p["sizes"] for p in points))
     mus = sorted({p["mu"] for p in points})
     size = (max(7.5, 1.2 + 3.6 * len(mus)), 1.4 + 3.0 * len(laws))
@@ -136,7 +136,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
     figure.legend(*some, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
     model, count = points[0]["model"].capitalize(), points[0]["samples"]
     figure.suptitle(f"{model}, {count} repetitions: measured (dots, ± 2 SE) and predicted (dashes)", fontsize=10)
-    figure.savefig(path)
+    figure.savefig(out, **how)
 
 
 def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
@@ -169,8 +169,8 @@ def _panel(panel: Any, points: Sequence[dict[str, Any]]) -> None:
     panel.grid(alpha=0.25)
 
 
-def draw_mnist(tasks: dict[str, tuple[Sequence[dict[str, Any]], float]], path: Path) -> None:
-    """Accuracy against mu, one panel per task."""
+def draw_mnist(tasks: dict[str, tuple[Sequence[dict[str, Any]], float]], out: Path | BinaryIO, **how: Any) -> None:
+    """Accuracy against mu, one panel per task. how: see matplotlib's savefig."""
     figure = pyplot()(figsize=(4.2 * len(tasks) + 0.6, 3.8), dpi=110, layout="constrained")
     panels = figure.subplots(1, len(tasks), squeeze=False)[0]
     for panel, (title, (points, pooled)) in zip(panels, tasks.items(), strict=True):
@@ -186,4 +186,4 @@ def draw_mnist(tasks: dict[str, tuple[Sequence[dict[str, Any]], float]], path: P
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("test accuracy")
     panels[0].legend(fontsize=8, frameon=False)
-    figure.savefig(path)
+    figure.savefig(out, **how)

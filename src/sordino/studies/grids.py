@@ -149,6 +149,27 @@ def preset(name: str, method: str, epsilon: float = math.inf) -> Grid:
     return {key: tuple(known.options[key] * 4.0**k for k in (-2, -1, 0, 1, 2)) for key in steps}
 
 
+def cut(grid: Grid, most: int) -> Grid:
+    """The first values of each option, so few that there are at most `most` settings.
+
+    Args:
+        grid: The values to try.
+        most: How many settings may be left, at least 1.
+
+    Returns:
+        The smaller grid.
+
+    Example:
+        >>> cut({"lr": (1, 2, 3), "rho": (5, 6)}, 4), cut({"lr": (1, 2, 3), "rho": (5, 6)}, 1)
+        ({'lr': (1, 2, 3), 'rho': (5,)}, {'lr': (1,), 'rho': (5,)})
+    """
+    kept: Grid = {}
+    for key, values in grid.items():
+        kept[key] = values[: max(1, most)]
+        most //= max(1, len(kept[key]))
+    return kept
+
+
 def product(grid: Grid) -> Iterator[dict[str, Any]]:
     """Every combination of the grid's values."""
     for values in itertools.product(*grid.values()):
