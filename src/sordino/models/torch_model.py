@@ -187,8 +187,8 @@ class TorchModel:
         self._columns: dict[Any, slice | Tensor] = {}
         self._bounds: dict[Any, Tensor] = {}
         self.layers = tuple(per_example.layers(owned))  # the trained parameters of each layer, by name
-        self._lean = autocast is not None
-        self._graphs, self._passes = GraphCache() if capture else None, Passes() if compile else None
+        self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
+        self._passes = Passes() if compile else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
@@ -223,10 +223,6 @@ class TorchModel:
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
             if autocast is not None and not self._serves_half(first, groups=2):
                 self.vmap_records = 0  # torch.func does not serve it in this type
-
-    def accelerate(self) -> None:
-        """From now on do what `compile` and `capture` say."""
-        self._graphs, self._passes = self._graphs or GraphCache(), self._passes or Passes()
 
     def check_unchanged(self) -> None:
         """Check the module again if it, its loss or what PyTorch does in this process changed since the last check.

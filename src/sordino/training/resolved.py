@@ -97,7 +97,6 @@ class ModelChoice(NamedTuple):
     options: Mapping[str, Any]
     seed: int  # of the first parameters; public
     bfloat16: bool  # in the forward and backward passes of a network
-    compiled: bool = False  # on a GPU
 
     @property
     def portable(self) -> dict[str, Any]:
@@ -114,15 +113,9 @@ class ModelChoice(NamedTuple):
 
     def build(self, features: int, classes: int) -> BuiltModel:
         """The model for records of this shape."""
-        how = {"seed": self.seed, "autocast": self.autocast, **self.options}
-        model = registry.build(self.name, features, classes, **how)
-        if self.compiled:
-            from sordino.models.torch_model import TorchModel
-
-            if not isinstance(model, TorchModel):
-                raise SordinoError(f"compile: model '{self.name}' is no network; leave compile out.")
-            model.accelerate()
-        return model
+        return registry.build(
+            self.name, features, classes, seed=self.seed, autocast=self.autocast, **dict(self.options)
+        )
 
 
 @dataclass(frozen=True)
@@ -718,9 +711,7 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         source=records_source,
         partition=partition,
         clients=written.clients,
-        model=ModelChoice(
-            *_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16", spec.compile
-        ),
+        model=ModelChoice(*_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16"),
         method_name=spec.method,
         options=written.options,
         rounds=written.rounds or 0,
