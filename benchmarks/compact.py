@@ -5,7 +5,8 @@
 A comparison (`sordino compare`) keeps each run's accuracy at rounds 10 and 70. A paper's table (`python -m papers`)
 keeps mean and standard deviation of each line, ours and published, and the settings it was tuned to, or their file.
 Estimation keeps the sum of a prediction, no medians, and nothing that is null, and names its columns once; subsampling
-leaves out what was tried, times, and the work and noise multiplier of rows other than epsilon 1; audits keep bounds and
+leaves out what was tried, times, and the work and noise multiplier of rows other than epsilon 1; the study of a CNN
+joins the seeds of a cell and leaves out times; audits keep bounds and
 how near the attack came; checks name their columns once; the table of methods leaves out the command of each run. Other
 documents only lose white space and digits. What is dropped is made again by the command in the document.
 """
@@ -25,6 +26,7 @@ CHECK = ("name", "unit", "adjacency", "query", "claimed", "worst_found", "passed
 UNSHOWN = ("device", "torch", "smallest")  # of a point of estimation
 UNSHOWN_OF_ROWS = ("options", "validation", "epsilon_accounted", "milliseconds_per_round")  # of subsampling
 SHOWN_AT_ONE = ("noise_multiplier", "record_gradients")  # of subsampling, at epsilon 1
+CELL_OF_RUN = ("label", "value", "clients", "samples")
 CELL = ("ours", "std", "published", "published_std", "digits", "mark", "published_mark")
 
 
@@ -136,6 +138,23 @@ def checks(document: list[dict[str, Any]] | dict[str, Any]) -> dict[str, Any]:
     return {"columns": list(CHECK), **({"problems": problems} if problems else {}), "rows": rows}
 
 
+def cells(document: dict[str, Any]) -> dict[str, Any]:
+    """Runs that differ in their seeds alone become one entry; `cnn.one_by_one` takes them apart."""
+
+    def joined(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        by_cell: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        for run in sorted(runs, key=lambda run: run["seeds"]):
+            if "scores" in run:
+                by_cell.setdefault(tuple(run[key] for key in CELL_OF_RUN if key in run), []).append(run)
+        return [
+            {key: value for key, value in mine[0].items() if key in CELL_OF_RUN}
+            | {key: [each for run in mine for each in run[key]] for key in ("seeds", "scores")}
+            for mine in by_cell.values()
+        ]
+
+    return document | {part: joined(document[part]) for part in ("tuning", "runs", "tried") if part in document}
+
+
 def without_commands(document: dict[str, Any]) -> dict[str, Any]:
     """The command of a row follows from its method and data, and is in benchmarks/methods.py."""
     rows = [{key: value for key, value in row.items() if key != "command"} for row in document["rows"]]
@@ -150,6 +169,7 @@ def shrunk(path: Path, document: Any) -> Any:
     if isinstance(document, list):
         return document
     own = {"estimation": estimation, "subsampled": subsampled, "methods": without_commands}
+    own |= {"cnn": cells, "cnn_cifar10": cells}
     if path.stem in own:
         return own[path.stem](document)
     if "lines" in document:

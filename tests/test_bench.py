@@ -304,3 +304,19 @@ def test_the_page_of_structures_is_that_of_its_figures():
 def test_the_page_of_spectra_is_that_of_its_figures():
     stored = ROOT / "results" / "spectra.json"
     assert loaded("spectra").page(json.loads(stored.read_text())) == stored.with_suffix(".md").read_text()
+
+
+def test_compacting_a_study_of_a_cnn_joins_seeds_and_its_runs_can_be_taken_apart_again():
+    compact, cnn = loaded("compact"), loaded("cnn")
+    runs = [
+        {"label": label, "clients": 5, "samples": 40, "seeds": [seed], "scores": [seed / 10], "seconds": 1.0}
+        for label in ("a", "b")
+        for seed in (2, 1)
+    ]
+    held = compact.cells(
+        {"runs": [*runs, {"label": "a", "clients": 5, "samples": 40, "seeds": [3], "error": "no memory"}]}
+    )
+    assert held["runs"][0] == {"label": "a", "clients": 5, "samples": 40, "seeds": [1, 2], "scores": [0.1, 0.2]}
+    apart = cnn.one_by_one(held["runs"])
+    assert sorted(run["scores"][0] for run in apart) == [0.1, 0.1, 0.2, 0.2]
+    assert {len(run["seeds"]) for run in apart} == {1}
