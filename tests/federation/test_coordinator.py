@@ -164,6 +164,19 @@ def test_numbers_so_large_that_no_model_is_left_move_nothing(tiny):
     once(federation)
 
 
+def test_a_rule_that_fails_in_every_round_stops_the_run_before_it_spends_more(tiny):
+    federation = tiny(rounds=6)
+
+    def how(reply, request):
+        return altered(reply, arrays={"update0": np.full(SIZE, np.finfo(np.float32).max)})
+
+    with pytest.raises(SordinoError, match="3 rounds in a row"):
+        federation.run(fault_at("round", how, (100, 101, 102)))
+    assert [line["t"] for line in federation.progress("abandoned")] == [0, 1, 2]
+    for name in federation.names:
+        assert [t for _, t in federation.charged(name)] == [0, 1, 2]
+
+
 def test_sites_that_agree_on_a_wrong_form_spoil_a_round_and_not_the_run(tiny):
     federation = tiny(rounds=3)
 

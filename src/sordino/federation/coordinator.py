@@ -137,9 +137,9 @@ class Coordinator:
                 state = round_plan.stage.rule.init(theta, round_plan.facts, state)
             broadcast = Broadcast(theta, round_plan.stage.rule.broadcast(state))
             aggregate, came = (self._secure if terms.secure else self._plain)(round_plan, broadcast)
-            lost = 0 if came else lost + 1
-            if came:
-                theta, state = self._step(round_plan, aggregate, theta, state)
+            stepped = self._step(round_plan, aggregate, theta, state) if came else None
+            theta, state = stepped or (theta, state)
+            lost = 0 if stepped else lost + 1
             model = round_plan.stage.rule.model(theta, state)
             self._store(round_plan.t + 1, theta, state)
             tested = self._test is not None and not terms.cells
@@ -156,7 +156,8 @@ class Coordinator:
             if lost == MOST_LOST_ROUNDS and round_plan.t + 1 < self.plan.rounds:
                 raise StoppedError(
                     f"sites: {lost} rounds in a row had no result, so the run stops before it spends more. Read the "
-                    f"sites' logs and start again: the run continues with round {round_plan.t + 2}."
+                    "reasons above and the sites' logs, and start again: the run continues with round "
+                    f"{round_plan.t + 2}."
                 )
         last = model if start < self.plan.rounds else self._last_model(theta, state)
         if terms.cells:
@@ -164,8 +165,8 @@ class Coordinator:
         else:
             self._finish(last)
 
-    def _step(self, round_plan: RoundPlan, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree]:
-        """Apply the server's rule. If it fails on what sites sent, the model and the state stay as they are."""
+    def _step(self, round_plan: RoundPlan, aggregate: Tree, theta: Tensor, state: Tree) -> tuple[Tensor, Tree] | None:
+        """Apply the server's rule. None if it fails: then the model and the state stay as they are."""
         try:
             step, new_state = round_plan.stage.rule.update(aggregate, state, theta, round_plan.step)
             moved = theta + step
@@ -175,7 +176,7 @@ class Coordinator:
         except Exception as error:  # a rule fails in many ways on messages of an unknown form
             why = plugins.fault_of(error) or str(error)[:200] or type(error).__name__
             self.tell("abandoned", t=round_plan.t, why=why, came=[])
-            return theta, state
+            return None
         self.forms[round_plan.first] = _form(aggregate)
         return moved, new_state
 
