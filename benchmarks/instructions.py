@@ -2,6 +2,7 @@
 
     python benchmarks/instructions.py prepare DATA_DIR FOLDER              # texts and a tokenizer, a few MB
     python benchmarks/instructions.py run FOLDER --device cuda --workers 8
+    python benchmarks/instructions.py run FOLDER --device cuda --workers 6 --size gpt2     # of GPT-2's size
     python benchmarks/instructions.py run FOLDER --smoke --out FILE.json   # a minute on a CPU
     python benchmarks/instructions.py report                               # the page alone
 
@@ -33,7 +34,14 @@ PRIVATE, LEAST_WORDS, GRAM, LENGTH, VOCABULARY = 12_000, 8, 4, 64, 6_000
 EPSILONS, SEEDS, ROUNDS, CLIENTS, BATCH = (2.0, 8.0, math.inf), (1, 2, 3), 100, 4, 64
 METHODS = ("auto", "dp-fedadam", "dp-fedadamw", "dp-fedavg")
 JUDGE, WRITE, KINDS = "is this positive or negative ? {}", "write a {} phrase", ("negative", "positive")
-PASSES, PUBLIC_BATCH, PUBLIC_STEP = 12, 128, 1e-3
+SIZES: dict[str, dict[str, Any]] = {  # of the model, its training, and what is tuned
+    "small": {"n_embd": 256, "n_layer": 4, "n_head": 4, "passes": 12, "methods": METHODS, "seeds": SEEDS},
+    "gpt2": {
+        **{"n_embd": 768, "n_layer": 12, "n_head": 12, "passes": 6},
+        **{"methods": METHODS[:2], "seeds": SEEDS[:1]},
+    },
+}
+PUBLIC_BATCH, PUBLIC_STEP = 128, {"small": 1e-3, "gpt2": 3e-4}
 SMOKE: dict[str, Any] = {"rounds": 2, "passes": 1, "rows": 300}
 
 
@@ -94,8 +102,9 @@ def table(path: Path, rows: list[tuple[str, int, str]]) -> None:
             writer.writerow((*pair, task, KINDS[kind]))
 
 
-def pretrain(folder: Path, device: str, passes: int, rows: int | None) -> float:
-    """A small GPT-2 of the public phrases, in the folder; its perplexity on every twentieth, which it does not see."""
+def pretrain(folder: Path, device: str, size: str, passes: int, rows: int | None) -> tuple[float, int]:
+    """A GPT-2 of the public phrases, in the folder; its perplexity on every twentieth, which it does not see, and its
+    number of parameters."""
     import torch
     from tokenizers import Tokenizer
     from transformers import GPT2Config, GPT2LMHeadModel
@@ -109,16 +118,18 @@ def pretrain(folder: Path, device: str, passes: int, rows: int | None) -> float:
         ids[k, : len(row)] = torch.tensor(row)
     ids = ids.to(device)
     held, seen = ids[::20], ids[torch.arange(len(ids), device=device) % 20 != 0]
-    sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4, "n_positions": 2 * LENGTH}
+    sizes: dict[str, Any] = {key: SIZES[size][key] for key in ("n_embd", "n_layer", "n_head")}
+    sizes["n_positions"] = 2 * LENGTH
     config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), bos_token_id=0, eos_token_id=0, **sizes)
     model = GPT2LMHeadModel(config).to(device)
     steps = passes * (len(seen) // PUBLIC_BATCH)
-    adam = torch.optim.AdamW(model.parameters(), lr=PUBLIC_STEP, weight_decay=0.1)
-    falls = torch.optim.lr_scheduler.OneCycleLR(adam, PUBLIC_STEP, max(steps, 2), pct_start=0.1)
+    adam = torch.optim.AdamW(model.parameters(), lr=PUBLIC_STEP[size], weight_decay=0.1)
+    falls = torch.optim.lr_scheduler.OneCycleLR(adam, PUBLIC_STEP[size], max(steps, 2), pct_start=0.1)
 
     def loss(part: Any) -> Any:
         ended = (part[:, 1:] == 0).cumsum(1) <= 1
-        logits = model(input_ids=part).logits[:, :-1].float()
+        with torch.autocast(device, torch.bfloat16, enabled=size != "small"):
+            logits = model(input_ids=part).logits[:, :-1].float()
         each = torch.nn.functional.cross_entropy(logits.mT, part[:, 1:], reduction="none")
         return (each * ended).sum() / ended.sum()
 
@@ -132,7 +143,7 @@ def pretrain(folder: Path, device: str, passes: int, rows: int | None) -> float:
         final = float(torch.stack([loss(part) for part in held.split(256)]).mean())
     model.save_pretrained(folder / "gpt2")
     (folder / "gpt2" / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
-    return math.exp(final)
+    return math.exp(final), sum(p.numel() for p in model.parameters())
 
 
 def spec(folder: str, device: str, rounds: int) -> dict[str, Any]:
@@ -186,18 +197,24 @@ def run(words: argparse.Namespace) -> None:
     folder, rounds = words.folder, SMOKE["rounds"] if words.smoke else ROUNDS
     if words.smoke:
         cut(Path(folder), SMOKE["rows"])
-    public = pretrain(Path(folder), words.device, *(SMOKE[key] if words.smoke else most for key, most in PRETRAINING))
+    size = SIZES[words.size]
+    passes, rows = (SMOKE["passes"], SMOKE["rows"]) if words.smoke else (size["passes"], None)
+    public, parameters = pretrain(Path(folder), words.device, words.size, passes, rows)
     jobs = [
         {"method": method, "epsilon": epsilon, "seeds": [seed], "at": [rounds], "part": "all"}
         for epsilon in (EPSILONS[-1:] if words.smoke else EPSILONS)
-        for method in (METHODS[:1] if words.smoke else METHODS)
-        for seed in (SEEDS[:1] if words.smoke else SEEDS)
+        for method in size["methods"][: 1 if words.smoke else None]
+        for seed in size["seeds"][: 1 if words.smoke else None]
     ]
     for job in jobs:
         job["values"] = {**spec(folder, words.device, rounds), "method": job["method"], "epsilon": job["epsilon"]}
     document: dict[str, Any] = {
-        "provenance": provenance("python benchmarks/instructions.py run FOLDER --device " + words.device),
+        "provenance": provenance(
+            f"python benchmarks/instructions.py run FOLDER --device {words.device}"
+            + ("" if words.size == "small" else f" --size {words.size}")
+        ),
         "rounds": rounds,
+        "parameters": parameters,
         "public_perplexity": round(public, 1),
         "public_phrases": len((Path(folder) / "public.txt").read_text(encoding="utf-8").splitlines()),
         "before": before(folder, words.device),
@@ -212,9 +229,6 @@ def run(words: argparse.Namespace) -> None:
         document["runs"].append(job | result)
         print(job, result, flush=True)
         words.out.write_text(text(document), encoding="utf-8")
-
-
-PRETRAINING: tuple[tuple[str, int | None], ...] = (("passes", PASSES), ("rows", None))
 
 
 def before(folder: str, device: str) -> list[float]:
@@ -281,9 +295,11 @@ def main() -> None:
     parser.add_argument("folder", nargs="*", help="prepare: DATA_DIR FOLDER; run: FOLDER")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--size", choices=tuple(SIZES), default="small", help="of the model that is tuned")
     parser.add_argument("--smoke", action="store_true", help="two rounds of one method; it shortens the private file")
-    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--out", type=Path, help="results/instructions.json, or results/instructions_gpt2.json")
     words = parser.parse_args()
+    words.out = words.out or (OUT if words.size == "small" else OUT.with_stem(f"{OUT.stem}_{words.size}"))
     if words.what == "prepare":
         prepare(words.folder[0], Path(words.folder[1]))
         return

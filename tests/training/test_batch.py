@@ -11,7 +11,7 @@ from sordino.data.sources import load
 from sordino.engines import simulate
 from sordino.errors import SordinoError
 from sordino.methods import REGISTRY
-from sordino.models import softmax_batched
+from sordino.models import cuda_graphs, softmax_batched
 from sordino.privacy import spending
 from sordino.privacy.mechanisms import random
 from sordino.training.batch import _shape, run_many
@@ -215,3 +215,26 @@ def test_cpu_time_grows_by_round_and_leaves_evaluation_out(digits, monkeypatch):
         assert times[0] > 0
         assert times[2] - times[0] < pause, "two evaluations took twice as long"
     assert run_many([spec(method="dp-fedgd", epsilon=4.0)], digits, at=())[0].cpu_seconds.keys() == {3}
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedadamw", "auto"])
+def test_compiled_passes_and_graphs_train_the_same_network(name, monkeypatch):
+    """Only rounding differs. Minibatches have one shape per client, so that graphs are made."""
+    made = []
+    monkeypatch.setattr(cuda_graphs.CapturedGraph, "__init__", counted(cuda_graphs.CapturedGraph.__init__, made))
+    shared = {"data": "digits", "model": "cnn", "batch": "poisson:16", "rounds": 6, "clients": 2, "partition": "iid"}
+    plain, fast = (
+        run_many([Spec.of({**shared, "method": name, "seed": 1, "compile": on})], load("digits"), device="cuda")[0]
+        for on in (False, True)
+    )
+    assert made
+    torch.testing.assert_close(fast.theta, plain.theta, rtol=1e-3, atol=1e-3)
+
+
+def counted(f, calls):
+    def wrapped(*args, **how):
+        calls.append(f)
+        return f(*args, **how)
+
+    return wrapped

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 from sordino.cli import main
+from sordino.core import Shard
 from sordino.data.sources import load
 from sordino.errors import SordinoError
 from sordino.evidence import public
 from sordino.models import nets
+from sordino.models.torch_model import ROWS_MULTIPLE, rounded
 from sordino.training import run
 from sordino.training.artifacts import load_model
 from sordino.training.predict import predict
+from sordino.training.resolved import resolve
 from sordino.training.spec import Spec
 from sordino.training.verify_run import verify_run
 from tests.support import language, tiers
@@ -57,6 +60,32 @@ def test_a_network_computes_in_bfloat16(tmp_path):
     assert (half - whole).norm() < 0.02 * whole.norm()
 
 
+def test_a_spec_that_compiles_builds_such_a_model():
+    """It is recorded as a setting, and a site without a GPU computes the same sums without compiling."""
+    resolved = resolve(Spec.of({**CNN, "compile": True}), "cuda")
+    model, plain = resolved.build_model(64, 10), resolve(Spec.of(CNN)).build_model(64, 10)
+    assert (model._passes is None, plain._passes is None) == (False, True)
+    assert (model._graphs is None, plain._graphs is None) == (False, True)
+    assert resolved.spec.compile
+    rows = torch.from_numpy(load("digits").x_train[:6])
+    shard = Shard(rows, torch.arange(6), torch.ones(6))
+    theta = model.init()
+    torch.testing.assert_close(model.clipped_sum(theta, shard, 1.0), plain.clipped_sum(theta, shard, 1.0))
+
+
+def test_minibatches_of_unequal_size_get_one_shape_and_keep_their_sums():
+    model = resolve(Spec.of(CNN)).build_model(64, 10)
+    rows, theta = torch.from_numpy(load("digits").x_train[:6]), model.init()
+    one = Shard(rows, torch.arange(6), torch.ones(6))
+    two = Shard(rows.expand(2, -1, -1), torch.arange(6).expand(2, -1), torch.ones(2, 6), torch.ones(2, 6))
+    for shard in (one, two):
+        more = rounded(shard)
+        assert more.mask.shape[-1] == more.y.shape[-1] == more.x.shape[-2] == ROWS_MULTIPLE
+        assert more.mask.sum() == shard.mask.sum()
+        torch.testing.assert_close(model.clipped_sum(theta, more, 1.0), model.clipped_sum(theta, shard, 1.0))
+    assert torch.equal(rounded(rounded(two)).x, rounded(two).x)
+
+
 def test_a_network_goes_on_where_it_was_stopped(tmp_path):
     job = run.prepare(Spec.of({**CNN, "seed": 3}))
     whole = list(run.rounds(job))
@@ -79,6 +108,8 @@ def test_a_network_goes_on_where_it_was_stopped(tmp_path):
         ({"data": "sst2", "model": "cnn", "method": "dp-fedgd"}, "is text"),
         ({"data": "synthetic(1,1,features=5)", "model": "cnn", "method": "dp-fedgd"}, "rows of 5 numbers are laid out"),
         ({"model": "softmax", "method": "dp-fedgd", "dtype": "bfloat16"}, "bfloat16 is for networks"),
+        ({"model": "softmax", "method": "dp-fedgd", "compile": True}, "compile: it is for networks"),
+        ({"model": "cnn", "method": "dp-fedgd", "compile": True}, "compile: it is for a GPU; add --device cuda"),
         ({"model": "cnn", "method": "dp-fedgd", "batch": "0"}, "batch"),
         ({"method": "dp-ftrl", "batch": "poisson:8"}, "or batch = full"),
     ],

@@ -138,7 +138,7 @@ SPEC: Mapping[str, str] = {
     **dict.fromkeys(
         (
             *("clients", "partition", "sizes", "split_seed", "participation", "batch", "divisor", "model", "length"),
-            *("method", "rounds", "dtype", "normalize", "private_statistics"),
+            *("method", "rounds", "dtype", "compile", "normalize", "private_statistics"),
             *("evaluate_every", "threshold", "epsilon", "delta", "unit", "adjacency", "trust", "noise", "uncertified"),
             *(
                 "test_fraction",

@@ -33,6 +33,7 @@ from sordino.models.validation import unvalidated
 MODES = ("auto", "tape", "two-pass", "vmap")
 CPU_CHUNK_BYTES = 2**29  # gradients and activations of one chunk
 DEVICE_SHARE = 4  # a chunk takes at most this part of an accelerator's memory: one of so many
+ROWS_MULTIPLE = 32  # rows of a compiled or captured pass
 CPU_CHUNK_EXAMPLES = 256  # a larger chunk leaves the caches
 ACCELERATOR_CHUNK_FACTOR = 64  # an accelerator takes this many times the CPU's chunk
 MAX_CHUNK_EXAMPLES = 2**14  # on any device: see `arithmetic.in_chunks`
@@ -62,6 +63,21 @@ class Turns:
 
     def __reduce__(self) -> tuple[type[Turns], tuple[()]]:
         return Turns, ()
+
+
+def rounded(shard: Shard) -> Shard:
+    """With padding up to a multiple of ROWS_MULTIPLE rows.
+
+    Poisson minibatches differ in size, and each shape costs a compilation and a graph.
+    """
+    more = -shard.x.shape[-2] % ROWS_MULTIPLE
+
+    def padded(t: Tensor) -> Tensor:
+        inner = t.dim() - shard.mask.dim()  # axes behind that of the rows
+        return nn.functional.pad(t, (*(0, 0) * inner, 0, more))
+
+    length = None if shard.length is None else padded(shard.length)
+    return Shard(padded(shard.x), padded(shard.y), padded(shard.mask), length, shard.per_person)
 
 
 class Place(NamedTuple):
@@ -187,8 +203,8 @@ class TorchModel:
         self._columns: dict[Any, slice | Tensor] = {}
         self._bounds: dict[Any, Tensor] = {}
         self.layers = tuple(per_example.layers(owned))  # the trained parameters of each layer, by name
-        self._lean, self._graphs = autocast is not None, GraphCache() if capture else None
-        self._passes = Passes() if compile else None
+        self._lean = autocast is not None
+        self._graphs, self._passes = GraphCache() if capture else None, Passes() if compile else None
         self.grouped = not odd and all(getattr(part, "grouped", False) for part, _ in owned)
         self._train = True  # sums are taken as in training
         self.random, self.outputs, advised, self._held, self._lasting, self._rest = probe.probe(
@@ -223,6 +239,10 @@ class TorchModel:
             self.vmap_records, self.mode = RECORDS_THRESHOLD * probe.agrees(self), chosen
             if autocast is not None and not self._serves_half(first, groups=2):
                 self.vmap_records = 0  # torch.func does not serve it in this type
+
+    def accelerate(self) -> None:
+        """From now on do what `compile` and `capture` say."""
+        self._graphs, self._passes = self._graphs or GraphCache(), self._passes or Passes()
 
     def check_unchanged(self) -> None:
         """Check the module again if it, its loss or what PyTorch does in this process changed since the last check.
@@ -340,6 +360,8 @@ class TorchModel:
         """
         self.check_clipping(clipping)
         clipping = clipping if math.isfinite(clip) else FLAT_CLIPPING  # without a clip all laws are the same
+        if theta.is_cuda and (self._graphs or self._passes) is not None and shard.per_person == 1:
+            shard = rounded(shard)
         x, y, mask = shard.x.to(theta), self.objective.labels_of(shard.y, theta), shard.mask.to(theta)
         scale = None if scale is None else scale.to(theta)
         with self._turns, exact_arithmetic(theta.device, own_code=True):

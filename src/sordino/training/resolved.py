@@ -97,6 +97,7 @@ class ModelChoice(NamedTuple):
     options: Mapping[str, Any]
     seed: int  # of the first parameters; public
     bfloat16: bool  # in the forward and backward passes of a network
+    compiled: bool = False  # on a GPU
 
     @property
     def portable(self) -> dict[str, Any]:
@@ -113,9 +114,15 @@ class ModelChoice(NamedTuple):
 
     def build(self, features: int, classes: int) -> BuiltModel:
         """The model for records of this shape."""
-        return registry.build(
-            self.name, features, classes, seed=self.seed, autocast=self.autocast, **dict(self.options)
-        )
+        how = {"seed": self.seed, "autocast": self.autocast, **self.options}
+        model = registry.build(self.name, features, classes, **how)
+        if self.compiled:
+            from sordino.models.torch_model import TorchModel
+
+            if not isinstance(model, TorchModel):
+                raise SordinoError(f"compile: model '{self.name}' is no network; leave compile out.")
+            model.accelerate()
+        return model
 
 
 @dataclass(frozen=True)
@@ -711,7 +718,9 @@ def resolve(spec: Spec, device: str = "cpu", schema: Schema | None = None, *, el
         source=records_source,
         partition=partition,
         clients=written.clients,
-        model=ModelChoice(*_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16"),
+        model=ModelChoice(
+            *_model_of(spec, schema, model_options), spec.split_seed, spec.dtype == "bfloat16", spec.compile
+        ),
         method_name=spec.method,
         options=written.options,
         rounds=written.rounds or 0,

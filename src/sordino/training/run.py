@@ -160,6 +160,8 @@ def prepare_resolved(
     columns scaled by `within` (`Schema.at_its_widest`).
     """
     resolved.check_certifiable()
+    if resolved.spec.compile and resolved.device == "cpu":
+        raise SordinoError("compile: it is for a GPU; add --device cuda, or leave compile out.")
     schema, unscaled = resolved.source.schema, None
     if resolved.spec.private_statistics is not None:
         if dataset is not None and widest is None:

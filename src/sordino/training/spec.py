@@ -60,6 +60,7 @@ class Spec:
     clipping: str = "flat"  # or per-layer, per-layer:1,2,1, automatic, automatic:0.01: of a network's gradients
     rounds: int | None = None  # by default the method's number
     dtype: str = "float32"
+    compile: bool = False  # a network's passes are compiled and its sums replayed as CUDA graphs, on a GPU
     evaluate_every: int = 1  # rounds; the last round is always evaluated
     threshold: float = 0.5  # of two classes: above it the second is predicted, for sensitivity and specificity
     # privacy
@@ -99,6 +100,8 @@ class Spec:
         check_known("dtype", self.dtype, DTYPES)
         if self.dtype == "bfloat16":
             model.check_half(self.model)
+        if self.compile and not model.network:
+            raise SordinoError(f"compile: it is for networks, not for model '{self.model}'; leave it out.")
         check_known("person_ids", self.person_ids, PERSON_IDS)
         for key in ("dropouts", "colluders"):
             if getattr(self, key) is not None and not self.integers:
