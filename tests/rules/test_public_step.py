@@ -7,19 +7,20 @@ import torch
 from sordino.core import Facts
 from sordino.errors import SordinoError
 from sordino.rules import public_step
-from sordino.rules.public_step import BETA, DISTANCE, FALLING, GROWING, LONGEST
+from sordino.rules.public_step import BETA, DISTANCE, FALLING, GROWING, LONGEST, noise_kept
+from sordino.rules.spectrum import flatten, shapes_of
 
 GS = np.random.default_rng(0).normal(size=(24, 6))
 CLIP, STD = 2.0, 0.3
 
 
-def facts(std, rounds):
-    return Facts(3, np.array([4, 5, 6]), rounds, 3.0, std)
+def facts(std, rounds, shapes=()):
+    return Facts(3, np.array([4, 5, 6]), rounds, 3.0, std, shapes=shapes)
 
 
-def walk(rule, std, gs=GS):
+def walk(rule, std, gs=GS, shapes=()):
     theta = torch.zeros(gs.shape[1:], dtype=torch.float64)
-    state, steps = rule.init(theta, facts(std, len(gs)), ()), []
+    state, steps = rule.init(theta, facts(std, len(gs), shapes), ()), []
     for t, g in enumerate(gs):
         step, state = rule.update(torch.from_numpy(g), state, theta, t)
         steps.append(step)
@@ -49,6 +50,25 @@ def test_against_the_formula(releases):
         *({key: False} for key in ("unbiased", "squared", "grows", "falls")),
     ):
         assert not np.allclose(got, by_hand(**{"releases": releases, **mutant}), rtol=1e-3)
+
+
+def test_matrices_get_a_flatter_spectrum_by_the_noise_that_the_mean_keeps():
+    plain, got = (walk(public_step(CLIP, 5), STD, shapes=shapes) for shapes in ((), ((2, 2), (2,))))
+    for t in range(len(GS)):
+        noise = torch.tensor(STD / CLIP / np.sqrt(5) * noise_kept(t))
+        scale = np.abs(plain[t]).max()  # of the step, by which alone the two differ
+        m = np.zeros(6)
+        for s, g in enumerate(GS[: t + 1]):
+            m += (1 - BETA) * BETA ** (t - s) * g / CLIP / (1 - BETA ** (t + 1))
+        expected = flatten(torch.from_numpy(m), noise, shapes_of(((2, 2), (2,)))).numpy()
+        np.testing.assert_allclose(got[t] / scale, -expected / np.abs(m).max(), rtol=1e-9)
+    assert not np.allclose(got, plain, rtol=1e-2)
+
+
+def test_the_noise_of_a_mean_is_that_of_its_weights():
+    for t in (0, 1, 5, 200):
+        weights = (1 - BETA) * BETA ** np.arange(t + 1) / (1 - BETA ** (t + 1))
+        assert noise_kept(t) == pytest.approx(np.linalg.norm(weights), rel=1e-12)
 
 
 def test_the_clip_is_a_unit():

@@ -218,6 +218,7 @@ def test_cpu_time_grows_by_round_and_leaves_evaluation_out(digits, monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:TensorFloat32")  # of PyTorch's compiler
 @pytest.mark.parametrize("name", ["dp-fedgd", "dp-fedadamw", "auto"])
 def test_compiled_passes_and_graphs_train_the_same_network(name, monkeypatch):
     """Only rounding differs. Minibatches have one shape per client, so that graphs are made."""
