@@ -165,3 +165,15 @@ def test_large_integers_and_keys_count(tmp_path):
 
 def test_a_file_that_is_no_table_counts_by_its_bytes(tmp_path):
     assert digest(tmp_path / "a.npz", b"no arrays") != digest(tmp_path / "a.npz", b"nor here")
+
+
+EUROPEAN = "age;crp;town;label\n50;3,5;Köln;no\n61;-,25;Bonn;yes\n70;1,0e1;„Öd“;no\n"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "cp1252"])
+def test_a_file_with_commas_and_its_copy_are_the_same_whatever_a_schema_says(tmp_path, encoding):
+    """A ledger asks without a dialect: with that of a schema, each way to read one file would be an account."""
+    columns = {"age": [50, 61, 70], "crp": [3.5, -0.25, 10.0], "town": ["Köln", "Bonn", "„Öd“"]}
+    copy = pa.table({**columns, "label": ["no", "yes", "no"]})
+    assert digest(tmp_path / "a.csv", EUROPEAN.encode(encoding), b"") == frame_digest(copy)
+    assert digest(tmp_path / "b.csv", EUROPEAN.replace("3,5", "3,6").encode(encoding), b"") != frame_digest(copy)

@@ -80,6 +80,29 @@ def test_other_data_are_not_counted_and_the_same_are_under_any_name(data, tmp_pa
     assert sorted(a["runs"] for a in shown(tmp_path)["accounts"]) == [1, 2]
 
 
+READINGS = {  # of one file: what a schema says of it, and the column of decimals
+    "whole": ('[file]\ndecimal = ","\nencoding = "latin-1"\n', 'type = "number"\nrange = [0, 10]\n'),
+    "no dialect": ("", 'type = "drop"\n'),
+    "encoding": ('[file]\nencoding = "iso8859-5"\n', 'type = "drop"\n'),
+    "delimiter": ('[file]\ndelimiter = ";"\n', 'type = "drop"\n'),
+}
+
+
+def test_a_file_has_one_account_however_schemas_read_it(tmp_path, capsys):
+    rows = [f"{20 + k % 60};{k % 9},5;{'Köln' if k % 2 else 'Bonn'};{'yes' if k % 3 else 'no'}" for k in range(80)]
+    (tmp_path / "t.csv").write_bytes("\n".join(["age;crp;town;died", *rows]).encode("latin-1"))
+    for name, (dialect, decimals) in READINGS.items():
+        (tmp_path / f"{name}.toml").write_text(
+            f'{dialect}[target]\ncolumn = "died"\nlevels = ["no", "yes"]\n[columns.age]\ntype = "number"\n'
+            f'range = [18, 100]\n[columns.crp]\n{decimals}[columns.town]\ntype = "drop"\n'
+        )
+        words = "--schema", str(tmp_path / f"{name}.toml"), "--set", "clients=1"
+        status = train(str(tmp_path / "t.csv"), tmp_path / name, *words, limit=2)
+        assert status == (0 if name == "whole" else 2), name
+    assert capsys.readouterr().err.count("the limit is 2. Nothing was charged.") == len(READINGS) - 1
+    assert len(shown(tmp_path)["accounts"]) == 1
+
+
 def test_the_account_does_not_tell_the_data(data, tmp_path):
     """Two ledgers with different keys name the same data differently; no plain hash of the file is in them."""
     names = set()

@@ -1,8 +1,8 @@
 """The identity of records: a hash of what a table says, not of how it is written.
 
 Line ends, blank lines, the order of columns, spaces around a text, the file's format, and the spelling of numbers (1,
-1.0, 1e0), of truth values (true, 1), of dates (2024-12-31, with or without midnight) and of missing cells do not
-matter. Numbers that are not whole count to the precision of float32, because some formats keep no more.
+1.0, 1e0; 3.5, 3,5), of truth values (true, 1), of dates (2024-12-31, with or without midnight) and of missing cells do
+not matter. Numbers that are not whole count to the precision of float32, because some formats keep no more.
 
 The order of records does matter: it decides which of them are held out for testing. So does every record and every
 column: without one of them, a table is another one here, although it tells of the same people.
@@ -22,11 +22,13 @@ import numpy as np
 
 from sordino.data import tables
 from sordino.data.readers import read_arrays
-from sordino.data.tables import MISSING, Dialect
+from sordino.data.tables import MISSING, Dialect, WrongEncodingError
 from sordino.errors import SordinoError
 
 EXACT = 2**53  # integers below it are exact as float64
 TRUTH = {"true": "1", "false": "0"}
+NOT_UTF_8 = "cp1252"  # Latin-1, with signs where that has none
+COMMA = r"([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)"  # a number whose decimals a comma separates
 
 
 def records_digest(source: str, key: bytes = b"", dialect: Dialect | None = None) -> bytes:
@@ -35,7 +37,9 @@ def records_digest(source: str, key: bytes = b"", dialect: Dialect | None = None
     Args:
       source: a file, or the name of a built-in or published data set.
       key: without a key, anybody who guesses records can compare; never publish such a hash.
-      dialect: how a text file is written.
+      dialect: how a text file is written. None: as its own bytes say, whatever a schema says of them. A ledger needs
+        that, because two schemas of one file would otherwise be two accounts. What is not UTF-8 is read as
+        Windows-1252.
 
     Returns:
       32 bytes. A file that cannot be parsed has the hash of its bytes.
@@ -102,7 +106,19 @@ def _columns(path: Path, dialect: Dialect | None) -> Mapping[str, np.ndarray] | 
     suffix = tables.suffix_of(path)
     if suffix == ".npz":
         return read_arrays(path, "data")
-    return _of_table(tables.open_table(path, dialect)) if suffix in tables.SUFFIXES else None
+    return _of_table(_opened(path, dialect)) if suffix in tables.SUFFIXES else None
+
+
+def _opened(path: Path, dialect: Dialect | None) -> Any:
+    """The table in a file."""
+    if dialect is not None:
+        return tables.open_table(path, dialect)
+    try:
+        table = tables.open_table(path)
+        tables.check_encoding(table, table.column_names, path)
+    except WrongEncodingError:
+        return tables.open_table(path, Dialect(encoding=NOT_UTF_8))
+    return table
 
 
 def _of_table(table: Any) -> dict[str, np.ndarray] | None:
@@ -150,7 +166,7 @@ def _cell(cell: object) -> str:
         return ""
     text = TRUTH.get(text.lower(), text)
     try:
-        return _number(text)
+        return _number(text if (comma := fullmatch(COMMA, text)) is None else f"{comma[1]}.{comma[2]}")
     except ValueError:
         pass
     try:

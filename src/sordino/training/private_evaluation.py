@@ -182,8 +182,7 @@ def join_ledger(prepared: PreparedEvaluation, path: str | Path, limit: float | N
       SordinoError: the evaluation is not certified, or the ledger cannot be used.
     """
     cert = certificate(prepared.plan, prepared.source, version=__version__)
-    schema = prepared.run.schema
-    digest = records_digest(prepared.data, dialect=None if schema is None else schema.dialect)
+    digest = records_digest(prepared.data)
     units = prepared.units.encode()
     return shared_ledger.join(prepared.plan, path, limit, data=digest, units=units, reasons=cert["reasons"])
 

@@ -199,8 +199,7 @@ def join_ledger(
       SordinoError: the run is not certified, or the ledger cannot be used.
     """
     cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
-    schema = run.dataset.schema
-    digest = records_digest(run.resolved.spec.data, dialect=None if schema is None else schema.dialect)
+    digest = records_digest(run.resolved.spec.data)
     units = run.resolved.unit_column.encode()
     return shared_ledger.join(
         run.plan, path, limit, data=digest, units=units, reasons=cert["reasons"], releases=releases
