@@ -189,6 +189,26 @@ def test_the_name_of_a_person_decides_nothing_about_others(tmp_path, new):
     assert torch.equal(one.records.x, two.records.x)
 
 
+@pytest.mark.parametrize("new", ["35", "45", "999"])
+def test_the_id_of_a_person_decides_nothing_about_persons_of_other_clients_with_ids_of_their_own(tmp_path, new):
+    """Clinic a numbers 30 persons, clinic b 50. A person of a gets an id that b has, too, or has no more."""
+    prepared, rng = [], np.random.default_rng(0)
+    rows = [("a", str(k)) for k in range(30)] + [("b", str(k)) for k in range(50)]
+    numbers = rng.normal(size=(len(rows), 2)).tolist()
+    for first in ("0", new):
+        lines = ["a,label,site,who"]
+        for (site, who), pair in zip(rows, numbers, strict=True):
+            named = first if (site, who) == ("a", "0") else who
+            lines += [f"{a!r},{int(a > 0)},{site},{named}" for a in pair]
+        path = write(tmp_path / f"{first}.csv", "\n".join([*lines, ""]))
+        keys = {"person": "who", "unit": "person", "person_ids": "per-client", "partition": "by-column:site"}
+        prepared.append(prepare(Spec.of({"data": path, "rounds": 2, "method": "dp-fedgd", **keys})))
+    one, two = prepared
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+    assert one.plan.sizes == two.plan.sizes
+    assert torch.equal(one.records.x, two.records.x)
+
+
 @pytest.mark.parametrize("new", ["a", "n200", "zz"])
 def test_the_name_of_a_client_decides_nothing_about_others_where_it_is_hidden(tmp_path, new):
     one, two = renamed(tmp_path, "n07", new, partition="by-column:who", unit="client")

@@ -99,6 +99,19 @@ def unit_numbers(names: np.ndarray) -> np.ndarray:
     return by_appearance(names)
 
 
+def numbers_of_pairs(clients: np.ndarray, persons: np.ndarray) -> np.ndarray:
+    """Numbers of persons whom each client numbers by itself, in the order in which they appear first.
+
+    Taken for one, two persons with one id would be held out together, and another id of one of them would change how
+    many persons there are, and with it which others are held out.
+
+    >>> numbers_of_pairs(np.array([0, 0, 1, 1]), np.array([5, 6, 5, 5])).tolist()
+    [0, 1, 2, 2]
+    """
+    pairs = np.stack([clients.reshape(-1), persons], 1)
+    return by_appearance(np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1))
+
+
 def _one_spelling(name: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
     text = "".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp"))

@@ -19,6 +19,7 @@ from sordino.data.arrays import (
     check_features,
     check_same_length,
     encode_labels,
+    numbers_of_pairs,
     quantities,
     unit_numbers,
 )
@@ -107,6 +108,7 @@ def load(
     data_dir: str | Path | None = None,
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
+    own_ids: bool = False,
     schema: Schema | None = None,
     text: TextColumn | None = None,
 ) -> Dataset:
@@ -129,6 +131,7 @@ def load(
         classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
           they are quantities.
         whole_clients: hold out all records of some clients, and none of the others.
+        own_ids: equal ids of persons at two clients are two persons.
         schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
         text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
@@ -171,6 +174,8 @@ def load(
     if raw.person is not None:
         check_same_length(x, "x", raw.person, "person")
     who = None if raw.person is None else unit_numbers(raw.person)
+    if own_ids and who is not None and site is not None:
+        who = numbers_of_pairs(np.unique(site, return_inverse=True)[1], who)
     who_test: np.ndarray | None = None
     if x_test is None or y_test is None:
         out = _held_out(len(y), site, who, test_fraction, seed, whole_clients)
