@@ -333,6 +333,25 @@ def test_random_stopping_does_not_count_aloud(digits):
     assert ticks == []
 
 
+def test_the_certificate_of_a_paid_search_doubts_and_assumes_what_that_of_a_run_does(tmp_path):
+    rng = np.random.default_rng(0)
+    rows = [f"{age:.3f},{'yes' if age > 0 else 'no'}" for age in rng.normal(size=200)]
+    (tmp_path / "t.csv").write_text("\n".join(["age,sick", *rows, ""]))
+    (tmp_path / "schema.toml").write_text(
+        '[target]\ncolumn = "sick"\nlevels = ["no", "yes"]\n[columns.age]\ntype = "number"\nrange = [-4, 4]\n'
+    )
+    base = {key: value for key, value in BASE.items() if key != "seed"}
+    base |= {"data": str(tmp_path / "t.csv"), "schema": str(tmp_path / "schema.toml"), "rounds": 2}
+    found = sweep.paid(base, {"lr": (0.5, 1.0)}, "count")["certificate"]
+    assert found["certified"]
+    assert set(resolve(Spec.of(base)).assumptions) <= set(found["assumes"])
+    assert any(text.startswith("The schema of the table") for text in found["assumes"])
+    by_label = {**base, "partition": "dirichlet:0.5", "uncertified": True}
+    found = sweep.paid(by_label, {"lr": (0.5, 1.0)}, "count")["certificate"]
+    assert not found["certified"]
+    assert "partition dirichlet reads the labels" in found["reasons"][0]
+
+
 # --------------------------------------------------------------------------------------------------- paid from a ledger
 
 FRESH = {key: value for key, value in BASE.items() if key != "seed"}

@@ -280,15 +280,17 @@ def certificate_of(chosen: Chosen, *, tested: int | None = None) -> dict[str, An
     Returns:
         The certificate. It is not certified where it cannot recompute what the search spent.
     """
-    account = chosen.account
+    account, resolved = chosen.account, chosen.trained.resolved
     cert = certificate(
         chosen.trained.plan,
-        source(chosen.trained.resolved.seed),
+        source(resolved.seed),
         version=__version__,
-        spec_sha256=chosen.trained.resolved.spec.sha256(),
+        spec_sha256=resolved.spec.sha256(),
         tested=tested,
+        execution=resolved.execution,
+        doubts=resolved.doubts,
         tuning=account["sentence"],
-        assumes=[account["assumes"]] if "assumes" in account else [],
+        assumes=[*resolved.assumptions, *([account["assumes"]] if "assumes" in account else [])],
     )
     if "runs" in account:
         cert = of_runs(cert, account["runs"])
