@@ -209,6 +209,22 @@ def test_the_id_of_a_person_decides_nothing_about_persons_of_other_clients_with_
     assert torch.equal(one.records.x, two.records.x)
 
 
+@pytest.mark.parametrize("new", ["n31", "new"])
+def test_whose_a_single_record_is_decides_nothing_about_others_where_records_are_protected(tmp_path, new):
+    """Test records are held out one by one then: with whole persons, sizes would tell whose one record is."""
+    prepared, numbers = [], np.random.default_rng(0).normal(size=90).tolist()
+    for first in ("n00", new):
+        names = [first, *(f"n{k // 2:02d}" for k in range(2, 91))]
+        rows = [f"{a!r},{int(a > 0)},{name}" for a, name in zip(numbers, names, strict=True)]
+        path = write(tmp_path / f"{first}.csv", "\n".join(["a,label,who", *rows, ""]))
+        keys = {"person": "who", "unit": "record", "method": "dp-fedgd", "clients": 4}
+        prepared.append(prepare(Spec.of({"data": path, "rounds": 2, **keys})))
+    one, two = prepared
+    assert one.plan.sizes == two.plan.sizes
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+    assert torch.equal(one.records.x, two.records.x)
+
+
 @pytest.mark.parametrize("new", ["a", "n200", "zz"])
 def test_the_name_of_a_client_decides_nothing_about_others_where_it_is_hidden(tmp_path, new):
     one, two = renamed(tmp_path, "n07", new, partition="by-column:who", unit="client")

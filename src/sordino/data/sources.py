@@ -55,7 +55,7 @@ class Dataset(NamedTuple):
         public: Mean and covariance that x was whitened by, where they were given.
         schema: The public schema by which a table was encoded, where there was one.
         person: Whom each training record is about, as numbers; None where the source does not say.
-        person_test: Whom each test record is about, where persons were held out as a whole; else None.
+        person_test: Whom each test record is about, where the test part was held out and the source says it; else None.
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
         shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
         sequences: Records are texts that are learned token by token, and all labels are 0.
@@ -108,6 +108,7 @@ def load(
     data_dir: str | Path | None = None,
     classes: Sequence[str] | None = None,
     whole_clients: bool = False,
+    whole_persons: bool = True,
     own_ids: bool = False,
     schema: Schema | None = None,
     text: TextColumn | None = None,
@@ -120,7 +121,7 @@ def load(
           or a path to an .npz (`x_train, y_train, x_test, y_test`, or `x, y`; `client` optional), .csv or .parquet.
         label: the label's column; by default the one column named `label`, `y`, `target` or `class`.
         client: the column (or .npz array) that says whose each record is.
-        person: the column (or .npz array) that says whom each record is about; persons are held out as a whole.
+        person: the column (or .npz array) that says whom each record is about.
         test_fraction: the part held out, client by client, where the source has no test part of its own.
         seed: of the records held out.
         public_stats: an .npz with `mean`, and `cov` or `std`, of *public* features, to centre and whiten by, before
@@ -131,6 +132,8 @@ def load(
         classes: the public list of labels, where these records alone may not hold all of them; an empty one says that
           they are quantities.
         whole_clients: hold out all records of some clients, and none of the others.
+        whole_persons: hold out all records of some persons, where the source says whose they are. Where single records
+          are protected, whose one of them is must not decide which others are held out.
         own_ids: equal ids of persons at two clients are two persons.
         schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
         text: the column of a table whose text becomes the features; all other columns without a role are ignored.
@@ -178,7 +181,7 @@ def load(
         who = numbers_of_pairs(np.unique(site, return_inverse=True)[1], who)
     who_test: np.ndarray | None = None
     if x_test is None or y_test is None:
-        out = _held_out(len(y), site, who, test_fraction, seed, whole_clients)
+        out = _held_out(len(y), site, who if whole_persons else None, test_fraction, seed, whole_clients)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
         who_test = None if who is None else who[out]
         site, who = (None if part is None else part[~out] for part in (site, who))
