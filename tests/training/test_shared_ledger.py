@@ -1,5 +1,6 @@
 """One ledger over several runs on the same data."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 
 from sordino.cli import main
 from sordino.core import Adjacency, Privacy
+from sordino.data.identity import arrays_digest
 from sordino.errors import LedgerError, OverspentError, SordinoError
 from sordino.evidence.ledger import Charge, Ledger
 from sordino.methods import build
@@ -19,6 +21,7 @@ from sordino.privacy import spending
 from sordino.privacy.accounting import events, gaussian
 from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
+from sordino.studies import sweep
 from sordino.training import run, shared_ledger
 from sordino.training.spec import Spec
 
@@ -101,6 +104,41 @@ def test_a_file_has_one_account_however_schemas_read_it(tmp_path, capsys):
         assert status == (0 if name == "whole" else 2), name
     assert capsys.readouterr().err.count("the limit is 2. Nothing was charged.") == len(READINGS) - 1
     assert len(shown(tmp_path)["accounts"]) == 1
+
+
+@pytest.mark.parametrize("other", ["split_seed=1", "test_fraction=0.3"])
+def test_runs_that_hold_out_other_records_are_refused(data, tmp_path, capsys, other):
+    """No noise hides test records: if each run had others, most records would be exposed, whatever the ledger says."""
+    assert train(data[0], tmp_path / "one", limit=None) == 0
+    assert train(data[0], tmp_path / "two", "--set", other, limit=None) == 2
+    assert "held out other records of these data for testing" in capsys.readouterr().err
+    assert not (tmp_path / "two").exists()
+    assert train(data[1], tmp_path / "three", "--set", other, limit=None) == 0, "other data"
+    assert train(data[0], tmp_path / "four", "--clients", "4", limit=None) == 0
+    assert sorted(a["runs"] for a in shown(tmp_path)["accounts"]) == [1, 2]
+
+
+def test_a_killed_run_remembers_what_it_held_out(data, tmp_path):
+    out, book = tmp_path / "run", tmp_path / "mine.db"
+    spec = Spec.of({"data": data[0], "method": "dp-fedgd", "rounds": 2, "clients": 2})
+    prepared = run.prepare(spec)
+    run.start(prepared, out, run.join_ledger(prepared, book))  # a kill here leaves it without a charge
+    again = run.prepare(run.reopen(out))
+    assert len(list(run.rounds(again, out))) == 2
+    other = run.prepare(dataclasses.replace(spec, split_seed=1))
+    with pytest.raises(SordinoError, match=r"^test_fraction, split_seed: "):
+        run.join_ledger(other, book)
+
+
+def test_fits_and_paid_searches_test_on_nothing(data, tmp_path):
+    """They publish no score on records of the data, so they add up with any run."""
+    assert train(data[0], tmp_path / "one", "--set", "split_seed=1", limit=None) == 0
+    keys = {"data": data[0], "method": "dp-fedgd", "rounds": 2, "clients": 2, "epsilon": 1.0}
+    assert sweep.paid(keys, {"lr": (0.5, 1.0)}, "count", ledger=tmp_path / "mine.db")["certificate"]["certified"]
+    with np.load(data[0]) as arrays:
+        plan = run.prepare(Spec.of(keys)).plan
+        joined = shared_ledger.join(plan, tmp_path / "mine.db", data=arrays_digest(arrays["x"], arrays["y"]))
+    assert joined.tested == ""
 
 
 def test_the_account_does_not_tell_the_data(data, tmp_path):

@@ -59,6 +59,7 @@ class Dataset(NamedTuple):
         weight: Factors in [0, 1] on the clipped terms of training records; None where all count fully.
         shape: Of one record as the source has it, such as (32, 32, 3); empty where records are plain rows.
         sequences: Records are texts that are learned token by token, and all labels are 0.
+        tested: Places in the source of the records that were held out; None where it brings a test part of its own.
 
     Example:
         >>> import sordino as so
@@ -82,6 +83,7 @@ class Dataset(NamedTuple):
     weight: np.ndarray | None = None
     shape: tuple[int, ...] = ()
     sequences: bool = False
+    tested: np.ndarray | None = None
 
     @property
     def unit(self) -> float:
@@ -180,8 +182,10 @@ def load(
     if own_ids and who is not None and site is not None:
         who = numbers_of_pairs(np.unique(site, return_inverse=True)[1], who)
     who_test: np.ndarray | None = None
+    tested: np.ndarray | None = None
     if x_test is None or y_test is None:
         out = _held_out(len(y), site, who if whole_persons else None, test_fraction, seed, whole_clients)
+        tested = np.flatnonzero(out)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
         who_test = None if who is None else who[out]
         site, who = (None if part is None else part[~out] for part in (site, who))
@@ -205,6 +209,7 @@ def load(
         *(_name(str(source)), x, y, x_test, y_test, site, public_classes, names, public, schema, who, who_test),
         shape=shape,
         sequences=sequences,
+        tested=tested,
     )
 
 

@@ -385,6 +385,11 @@ class Ledger:
         rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE key = ?", _label(plan, who, round))
         return rows[0][0] if rows else None
 
+    def payloads(self, who: str) -> list[bytes]:
+        """What was stored with the charges of somebody, in their order."""
+        rows = self._ask("SELECT CAST(payload AS BLOB) FROM entries WHERE who = ? AND payload IS NOT NULL", who)
+        return [payload for (payload,) in rows]
+
     def compact(self, plans: Sequence[str]) -> int:
         """Delete the stored releases of plans that have ended, because nobody asks for them again.
 

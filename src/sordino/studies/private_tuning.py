@@ -118,7 +118,7 @@ def scoring(base: ResolvedSpec, dataset: Dataset, public: str | None, validation
     )
     if other.classes != dataset.classes or other.x_train.shape[1] != dataset.x_train.shape[1]:
         raise SordinoError(f"--public: '{public}' has other features or classes than the data; use the same ones.")
-    return dataset._replace(x_test=other.x_train, y_test=other.y_train)
+    return dataset._replace(x_test=other.x_train, y_test=other.y_train, tested=None)
 
 
 def search(

@@ -68,6 +68,7 @@ def validated(dataset: Dataset, fraction: float = 0.1) -> Dataset:
         site=None if site is None else site[~out],
         person=None if person is None else person[~out],
         person_test=None if person is None else person[out],
+        tested=None,  # these are for validation
         weight=None if weight is None else weight[~out],
     )
 

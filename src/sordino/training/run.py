@@ -201,9 +201,8 @@ def join_ledger(
     cert = certificate(run.plan, run.source, version=__version__, doubts=run.resolved.doubts)
     digest = records_digest(run.resolved.spec.data)
     units = run.resolved.unit_column.encode()
-    return shared_ledger.join(
-        run.plan, path, limit, data=digest, units=units, reasons=cert["reasons"], releases=releases
-    )
+    account: dict[str, Any] = {"data": digest, "units": units, "tested": run.dataset.tested}
+    return shared_ledger.join(run.plan, path, limit, **account, reasons=cert["reasons"], releases=releases)
 
 
 def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:
@@ -238,7 +237,9 @@ def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> No
 def shared_of(run: PreparedRun, out: Path) -> SharedLedger | None:
     """The ledger of several runs that the run in this directory is charged to; None where there is none."""
     path = RunFolder.find(out).private / SHARED
-    return shared_ledger.reopen(path.read_text(encoding="utf-8"), run.plan) if path.is_file() else None
+    if not path.is_file():
+        return None
+    return shared_ledger.reopen(path.read_text(encoding="utf-8"), run.plan, run.dataset.tested)
 
 
 def reopen(out: Path) -> Spec:

@@ -13,6 +13,9 @@ although it tells of the same people. So does a table beside the same numbers as
 that `mine.db` and its key were put back to an older state. Add such runs up yourself, or name one ledger per population
 and compare its total.
 
+Scores on the records that a run held out for testing have no noise. If each run held out others, most records would be
+exposed by one of them, whatever their account says. So all runs on the same data must hold out the same records.
+
 A record may be at another client in another run. So a run is charged by a bound on every client: query by query the
 largest sensitivity per noise, the largest sampling rate and the largest number of releases of any client. Where clients
 have equal accounts, as without minibatches, this is exact. With minibatches and clients of very different sizes it is
@@ -51,6 +54,7 @@ class SharedLedger(NamedTuple):
     adjacency: Adjacency
     releases: tuple[Release, ...]  # of this run
     schedule: str = ""  # keyed hash of what its secret cohorts follow from; empty where cohorts are not secret
+    tested: str = ""  # keyed hash of which records it held out for testing; empty where it publishes no score on any
 
     def charge(self, plan: str, *, must_exist: bool = False) -> None:
         """Charge this run, once.
@@ -67,6 +71,7 @@ class SharedLedger(NamedTuple):
             if ledger.charged(plan, self.who, 0):
                 return
             self._check_schedule(ledger)
+            self._check_tested(ledger)
             if must_exist:
                 raise SordinoError(
                     f"ledger: '{self.path}' does not hold the charge of this run, which has begun; put the ledger "
@@ -74,7 +79,7 @@ class SharedLedger(NamedTuple):
                 )
             try:
                 key = (f"schedule {self.schedule}", self.who, 0) if self.schedule else None
-                ledger.charge(self._charges(plan), key=key)
+                ledger.charge(self._charges(plan), self.tested.encode() or None, key=key)
             except OverspentError as error:
                 raise self._refusal(ledger, error) from None
 
@@ -93,6 +98,7 @@ class SharedLedger(NamedTuple):
         """Raise OverspentError if the ledger, with this further limit, cannot pay for this run."""
         with self.open() as ledger:
             self._check_schedule(ledger)
+            self._check_tested(ledger)
             try:
                 ledger.afford(self._charges("this run"), limit)
             except OverspentError as error:
@@ -120,6 +126,15 @@ class SharedLedger(NamedTuple):
                 "their sum; leave schedule_seed out, and each run draws its own."
             )
 
+    def _check_tested(self, ledger: Ledger) -> None:
+        """Refuse other test records than those of earlier runs."""
+        if self.tested and any(other != self.tested.encode() for other in ledger.payloads(self.who)):
+            raise SordinoError(
+                f"test_fraction, split_seed: runs in '{self.path}' held out other records of these data for testing, "
+                "and no noise hides those in their scores; hold out the same ones, by the same test_fraction, "
+                "split_seed, client column and person column. Another ledger would not count what was spent here."
+            )
+
     def _charges(self, plan: str) -> list[Charge]:
         return [Charge.of(release, self.who, 0, plan, self.adjacency) for release in self.releases]
 
@@ -138,6 +153,7 @@ def join(
     *,
     data: bytes,
     units: bytes = b"",
+    tested: np.ndarray | None = None,
     reasons: list[str] | None = None,
     releases: tuple[Release, ...] | None = None,
 ) -> SharedLedger:
@@ -151,12 +167,14 @@ def join(
       data: `records_digest`, `frame_digest` or `arrays_digest` of the data. It is keyed before it is written.
       units: what says which records are those of one person, or of one client, where these are protected: the name of
         a column, or `grouping`. It is keyed too. Epsilons of patients and of their visits do not add up.
+      tested: places of the records that the run holds out of these data, and publishes scores on. It is keyed too.
       reasons: why the run is not certified; such a run has no cost that adds up.
       releases: what is charged (default: those of the plan, `worst_case`).
 
     Raises:
       SordinoError: the run is not certified, the limit is not a number above 0, the key of the ledger is missing, or
-        the data were charged for another unit of privacy, or for other persons or clients.
+        the data were charged for another unit of privacy, for other persons or clients, or by runs that held out other
+        records.
       OverspentError: the ledger cannot pay for the run.
     """
     path = Path(path).expanduser().absolute()
@@ -191,7 +209,8 @@ def join(
             f"--unit {level}. Another ledger would not count what was spent here."
         )
     charged = worst_case(plan) if releases is None else releases
-    shared = SharedLedger(path, who, plan.privacy.adjacency, charged, _schedule(plan, key))
+    adjacency = plan.privacy.adjacency
+    shared = SharedLedger(path, who, adjacency, charged, _schedule(plan, key), _tested(tested, key))
     if limit is None:
         shared.check()
     else:  # stored only if the run fits, because a stored limit cannot be loosened
@@ -206,6 +225,13 @@ def _schedule(plan: Plan, key: bytes) -> str:
     if not plan.amplified:
         return ""
     return hmac.new(key, f"schedule {plan.schedule_seed}".encode(), "sha256").hexdigest()[:32]
+
+
+def _tested(places: np.ndarray | None, key: bytes) -> str:
+    """The keyed hash of the places of test records; empty where there are none."""
+    if places is None:
+        return ""
+    return hmac.new(key, b"tested " + np.ascontiguousarray(places, "<i8").tobytes(), "sha256").hexdigest()[:32]
 
 
 def grouping(numbers: np.ndarray) -> bytes:
@@ -242,14 +268,15 @@ def store(shared: SharedLedger) -> str:
     return json.dumps({"ledger": str(shared.path), "who": shared.who}) + "\n"
 
 
-def reopen(text: str, plan: Plan) -> SharedLedger:
-    """The account that a run began with."""
+def reopen(text: str, plan: Plan, tested: np.ndarray | None = None) -> SharedLedger:
+    """The account that a run began with. tested: as in `join`."""
     stored = json.loads(text)
     path = Path(stored["ledger"])
     if not path.is_file():
         raise SordinoError(f"resume: the ledger '{path}' of this run is missing; put it back to where it was.")
-    schedule = _schedule(plan, _key(path, new=False)) if plan.amplified else ""
-    return SharedLedger(path, str(stored["who"]), plan.privacy.adjacency, worst_case(plan), schedule)
+    key = _key(path, new=False) if plan.amplified or tested is not None else b""
+    hashes = _schedule(plan, key), _tested(tested, key)
+    return SharedLedger(path, str(stored["who"]), plan.privacy.adjacency, worst_case(plan), *hashes)
 
 
 # ------------------------------------------------------------------------------------------------ identity of the data
