@@ -43,7 +43,7 @@ from sordino.training.folder import EVALUATION_FILE, NAMED, RunFolder, shown_nam
 from sordino.training.metrics import Task
 from sordino.training.predict import LoadedRun, load_run
 from sordino.training.shared_ledger import SharedLedger
-from sordino.training.spec import PERSON_IDS
+from sordino.training.spec import OWN_IDS, PERSON_IDS
 from sordino.version import __version__
 
 # ------------------------------------------------------------------------------------------------------ one evaluation
@@ -65,7 +65,8 @@ class PreparedEvaluation:
 
     @property
     def assumptions(self) -> list[str]:
-        return assumptions(self.run.schema)
+        own = self.plan.privacy.unit is Unit.PERSON and self.units.endswith(f" {PERSON_IDS[1]}")
+        return [*assumptions(self.run.schema), *([OWN_IDS] if own else [])]
 
 
 def prepare(

@@ -47,7 +47,7 @@ from sordino.privacy.participation import Participation, Sampling
 from sordino.privacy.plan import Plan
 from sordino.training.folder import SCHEMA
 from sordino.training.inputs import check_readable, check_statistics, read_statistics
-from sordino.training.spec import Spec, model_of, normalize_of
+from sordino.training.spec import OWN_IDS, Spec, model_of, normalize_of
 
 if TYPE_CHECKING:  # these need torch, or are needed only where data are read
     from sordino.data.records import Records
@@ -549,7 +549,7 @@ class ResolvedSpec:
                 "sizes follow from it. The guarantee is for clients whose sizes are public and fixed."
             )
         if self.privacy.unit is Unit.PERSON and self.source.person_ids == "per-client":
-            facts.append("Persons are numbered by each client: equal numbers at two clients are two persons.")
+            facts.append(OWN_IDS)
         if self.source.whole_clients:
             facts.append(
                 "Test records are those of clients held out as a whole, or of a test part that the file brings, which "

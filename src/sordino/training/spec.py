@@ -22,6 +22,7 @@ MOST_STATISTICS = 0.5  # share of the budget
 DTYPES = ("float32", "float64", "bfloat16")  # bfloat16: the forward and backward passes of a network
 
 PERSON_IDS = ("global", "per-client")
+OWN_IDS = "Persons are numbered by each client: equal numbers at two clients are two persons."  # of per-client
 
 
 @dataclass(frozen=True)
