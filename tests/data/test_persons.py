@@ -209,6 +209,21 @@ def test_the_id_of_a_person_decides_nothing_about_persons_of_other_clients_with_
     assert torch.equal(one.records.x, two.records.x)
 
 
+def test_at_which_client_a_person_comes_first_decides_nothing_about_others(tmp_path):
+    """A person at two clinics is exchanged for one who was at the other first."""
+    numbers, prepared = np.random.default_rng(0).normal(size=19).tolist(), []
+    for k, (first, last) in enumerate((("a", "b"), ("b", "a"))):
+        sites = [first, *("ab"[n > 4] for n in range(17)), last]
+        names = ["both", *(f"n{n}" for n in range(17)), "both"]
+        rows = [f"{a!r},{int(a > 0)},{site},{who}" for a, site, who in zip(numbers, sites, names, strict=True)]
+        path = write(tmp_path / f"{k}.csv", "\n".join(["a,label,site,who", *rows, ""]))
+        keys = {"person": "who", "person_clients": 2, "partition": "by-column:site", "test_fraction": 0.1}
+        prepared.append(prepare(Spec.of({"data": path, "rounds": 2, "method": "dp-fedgd", **keys})))
+    one, two = prepared
+    assert one.plan.sizes == two.plan.sizes
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+
+
 @pytest.mark.parametrize("new", ["n31", "new"])
 def test_whose_a_single_record_is_decides_nothing_about_others_where_records_are_protected(tmp_path, new):
     """Test records are held out one by one then: with whole persons, sizes would tell whose one record is."""
