@@ -224,6 +224,21 @@ def test_at_which_client_a_person_comes_first_decides_nothing_about_others(tmp_p
     assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
 
 
+def test_a_column_of_clients_that_makes_none_decides_nothing_about_others(tmp_path):
+    schema = '[target]\ncolumn = "label"\nlevels = ["0", "1"]\n[columns.a]\ntype = "number"\nrange = [-4, 4]\n'
+    numbers, prepared = np.random.default_rng(0).normal(size=9).tolist(), []
+    write(tmp_path / "schema.toml", f'client = "site"\n{schema}')
+    for first in "ab":
+        sites = [first, *("ab"[n % 2] for n in range(1, 9))]
+        rows = [f"{a!r},{int(a > 0)},{site}" for a, site in zip(numbers, sites, strict=True)]
+        path = write(tmp_path / f"{first}.csv", "\n".join(["a,label,site", *rows, ""]))
+        keys = {"schema": str(tmp_path / "schema.toml"), "partition": "iid", "clients": 2, "test_fraction": 0.3}
+        prepared.append(prepare(Spec.of({"data": path, "rounds": 2, "method": "dp-fedgd", **keys})))
+    one, two = prepared
+    assert np.array_equal(one.dataset.x_test, two.dataset.x_test)
+    assert torch.equal(one.records.x, two.records.x)
+
+
 @pytest.mark.parametrize("new", ["n31", "new"])
 def test_whose_a_single_record_is_decides_nothing_about_others_where_records_are_protected(tmp_path, new):
     """Test records are held out one by one then: with whole persons, sizes would tell whose one record is."""

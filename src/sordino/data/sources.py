@@ -112,7 +112,7 @@ def load(
     whole_clients: bool = False,
     whole_persons: bool = True,
     own_ids: bool = False,
-    person_clients: int = 1,
+    by_client: bool = True,
     schema: Schema | None = None,
     text: TextColumn | None = None,
 ) -> Dataset:
@@ -138,8 +138,8 @@ def load(
         whole_persons: hold out all records of some persons, where the source says whose they are. Where single records
           are protected, whose one of them is must not decide which others are held out.
         own_ids: equal ids of persons at two clients are two persons.
-        person_clients: at most so many clients hold records of one person. If it is more than one, persons are held out
-          of all clients together: which of its clients a person counts for would decide about others.
+        by_client: hold out a part of each client. Where the client of a record is not fixed, or a person may be at
+          several, a part of all records together: else whose a record is would decide about others.
         schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
         text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
@@ -187,7 +187,7 @@ def load(
     who_test: np.ndarray | None = None
     tested: np.ndarray | None = None
     if x_test is None or y_test is None:
-        parts = site if person_clients == 1 else None
+        parts = site if by_client or whole_clients else None
         out = _held_out(len(y), parts, who if whole_persons else None, test_fraction, seed, whole_clients)
         tested = np.flatnonzero(out)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]

@@ -423,7 +423,7 @@ class ResolvedSpec:
             data_dir=source.folder,
             whole_clients=source.whole_clients,
             whole_persons=source.open or self.privacy.unit is not Unit.RECORD,
-            person_clients=self.privacy.person_clients,
+            by_client=source.open or (self.partition.by_site and self.privacy.person_clients == 1),
             own_ids=source.person_ids == "per-client" and self.partition.by_site,
             text=self._text_column,
         )
