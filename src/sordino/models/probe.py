@@ -31,6 +31,7 @@ MEETS = (
 )
 
 NUMBERS_OF_ROWS = (3, 65, 1025)  # of passes that are compared
+MOST_PRODUCTS = 2**28  # that these passes may compute; those of larger networks are followed without numbers
 OTHER_OPERATIONS = (
     "module: it computes in another way for few rows than for many ({}), as in 'if len(x) > 3'. Checks take a few "
     "rows, so nothing is known of the passes that train; compute the same for every number of rows."
@@ -207,6 +208,23 @@ def check_apart(model: FlatModel) -> None:
     def run(x: Tensor, *, train: bool = True, rewind: bool = True) -> Tensor:
         return objective.read(returned(x, train=train, rewind=rewind))
 
+    def computed() -> list[set[str] | None]:
+        """The operations of passes that are computed: for a small network that is faster than to follow forms."""
+        if (
+            rows[0].numel() * sum(part.numel() for part in model.module.parameters()) * sum(NUMBERS_OF_ROWS)
+            > MOST_PRODUCTS
+        ):
+            return [None]
+        found = []
+        for number in NUMBERS_OF_ROWS:
+            module = copy.deepcopy(model.module)  # nothing of such a pass may stay in the module
+
+            def call(x: Tensor, module: nn.Module = module) -> Any:
+                return functional_call(module, params, (model.shaped(x),))
+
+            found.append(watch.computed_operations(call, rows, number))
+        return found
+
     def operations(forms: FakeTensorMode | None) -> list[set[str] | None]:
         form: Callable[[Tensor], Tensor] = forms.from_tensor if forms else lambda part: part
         try:
@@ -268,7 +286,9 @@ def check_apart(model: FlatModel) -> None:
             more: list[set[str] | None] = []
             if own and apart and losses_apart and not meets:  # otherwise it is refused already
                 with sdpa_kernel(SDPBackend.MATH) if model.random else nullcontext():
-                    few, *more = operations(watch.forms())
+                    few, *more = computed()
+                    if None in (few, *more):  # it is large, or fails for other numbers of rows
+                        few, *more = operations(watch.forms())
                     if None in (few, *more):  # it reads numbers of parameters, which a form does not have
                         few, *more = operations(None)
     finally:

@@ -383,12 +383,16 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.names: set[str] = set()
+        self.seen: set[Any] = set()
+
+    @property
+    def names(self) -> set[str]:
+        return set(map(str, self.seen))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
             return args[0].fake_device  # layers ask for it without end
-        self.names.add(str(func))
+        self.seen.add(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -405,6 +409,23 @@ def own_code(module: nn.Module) -> bool:
 def forms() -> FakeTensorMode:
     """Makes forms of tensors, without their numbers, and computes with them: the faster, the more are forms already."""
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def computed_operations(run: Callable[[Tensor], Any], rows: Tensor, number: int) -> set[str] | None:
+    """The operations of a pass over so many rows, which is computed; None if it fails.
+
+    Args:
+      run: the pass.
+      rows: some rows, which are repeated.
+      number: of rows.
+    """
+    many = torch.cat([rows] * -(-number // len(rows)))[:number]
+    try:
+        with _Names() as seen:
+            run(many)
+    except Exception:  # own code ends in many ways
+        return None
+    return set(seen.names)
 
 
 def operations(
@@ -426,7 +447,7 @@ def operations(
     try:
         with mode or forms(), _Names() as seen:
             run(torch.ones((number, *rows.shape[1:]), dtype=rows.dtype, device=rows.device))
-        return {*seen.names}
+        return set(seen.names)
     except Exception:  # what PyTorch cannot do without numbers ends in many ways
         return None
     finally:
