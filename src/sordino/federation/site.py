@@ -94,7 +94,7 @@ class Site(SiteData):
         A lock admits one message at a time over all processes: two workers could otherwise answer one round twice.
         """
         try:
-            with files.lock(self.config.folder / "lock"):
+            with files.lock(self.config.folder / "lock"), self.one_ledger():
                 return self._answer(request)
         except OSError as error:
             return self._refuse("storage", str(error))

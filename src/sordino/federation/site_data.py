@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import secrets
-from contextlib import suppress
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -36,13 +38,36 @@ class SiteData:
         self.config = config
         self.runs = config.folder / "runs"
         self._identified: tuple[tuple[int, ...], bytes, str] | None = None  # state and bytes of the file, identity
+        self._kept_open: tuple[int, ExitStack, list[SiteLedger]] | None = None  # the thread that does, and the ledger
 
-    def ledger(self) -> SiteLedger:
+    @contextmanager
+    def ledger(self) -> Iterator[SiteLedger]:
         """The site's ledger.
 
         Raises:
           RolledBackError: it is older than its witness.
         """
+        if self._kept_open is None or self._kept_open[0] != threading.get_ident():
+            with self._opened() as ledger:
+                yield ledger
+            return
+        _, stack, known = self._kept_open
+        if not known:
+            known.append(stack.enter_context(self._opened()))
+        yield known[0]
+
+    @contextmanager
+    def one_ledger(self) -> Iterator[None]:
+        """Meanwhile `ledger` opens the file once at most, in this thread: to open and to close it, which waits for the
+        disk, takes longer than most messages ask of it."""
+        with ExitStack() as stack:
+            self._kept_open = threading.get_ident(), stack, []
+            try:
+                yield
+            finally:
+                self._kept_open = None
+
+    def _opened(self) -> SiteLedger:
         config = self.config
         return SiteLedger(
             config.path(config.ledger),
