@@ -1,6 +1,7 @@
 """A study as a standard Flower app: the same coordinator and sites, by Flower's public interface alone."""
 
 import ast
+import logging
 import os
 import socket
 import stat
@@ -55,6 +56,16 @@ class Grid:
 
 def context(own, **config):
     return Context(run_id=9, node_id=2, node_config=own, state=RecordDict(), run_config=config)
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """An app sets up the log of its process, which would be that of all later tests."""
+    root, own = logging.getLogger(), logging.getLogger("sordino")
+    handlers, level = list(root.handlers), own.level
+    yield
+    root.handlers[:] = handlers
+    own.setLevel(level)
 
 
 @pytest.fixture(autouse=True)
