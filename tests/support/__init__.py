@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from sordino.checks.report import Report
 from sordino.core import Adjacency, Divisor, Method, Privacy, Trust, Unit
 from sordino.data.records import Records
 from sordino.methods import build
@@ -140,6 +141,12 @@ def fuzzed(
         return pytest.mark.parametrize("examples", tiers([quick, whole], 1))(run)
 
     return decorate
+
+
+def passing(name: str, method: Method, *_: object) -> Iterator[Report]:
+    """What `checks.report.reports_of` says of a method that passed, for tests of what is checked beside that."""
+    for adjacency in Adjacency:
+        yield Report(name, method.unit, adjacency, "0.0 gradient", 1.0, 1.0, 0.0, True, [])
 
 
 class Squares(Linear):
