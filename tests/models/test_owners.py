@@ -6,6 +6,7 @@ from torch import nn
 
 from sordino.core import Shard
 from sordino.errors import SordinoError
+from sordino.models import probe, watch
 from sordino.models.owners import Owners
 from sordino.models.torch_model import TorchModel
 from sordino.models.watch import changes, operations, own_code, state
@@ -65,6 +66,14 @@ APART = {
 }
 
 
+@pytest.fixture(params=["computed", "without numbers"])
+def many_rows(request, monkeypatch):
+    """How passes over many rows are tried: those of a large network are not computed."""
+    if request.param == "without numbers":
+        monkeypatch.setattr(probe, "MOST_PRODUCTS", 0)
+
+
+@pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("name", APART)
 def test_rows_that_stay_apart_are_trained(name):
     model = TorchModel(Own(APART[name]), shape=(5,))
@@ -75,10 +84,32 @@ def test_rows_that_stay_apart_are_trained(name):
     )
 
 
+@pytest.mark.usefixtures("many_rows")
 @pytest.mark.parametrize("most", [3, 16, 200])
 def test_a_branch_on_the_number_of_rows_is_refused(most):
     with pytest.raises(SordinoError, match=r"in another way for few rows than for many .*mean"):
         TorchModel(Own(lambda x: x - x.mean(0) if len(x) > most else x), shape=(5,))
+
+
+def test_passes_over_many_rows_are_computed_for_small_networks_alone(monkeypatch):
+    numbers = []
+    computed = watch.computed_operations
+    monkeypatch.setattr(watch, "computed_operations", lambda *given: numbers.append(given[2]) or computed(*given))
+    TorchModel(Own(torch.tanh), shape=(5,))
+    assert numbers == [3, 65, 1025]
+    monkeypatch.setattr(probe, "MOST_PRODUCTS", 75 * 5 * (3 + 65 + 1025) - 1)  # it has 75 parameters
+    TorchModel(Own(torch.tanh), shape=(5,))
+    assert numbers == [3, 65, 1025]
+
+
+def test_a_small_network_whose_pass_fails_is_followed_without_numbers():
+    def few(x):
+        if len(x) > 1000:
+            raise RuntimeError("too many")
+        return x - x.mean(0) if len(x) > 16 else x
+
+    with pytest.raises(SordinoError, match=r"in another way for few rows than for many .*mean"):
+        TorchModel(Own(few), shape=(5,))
 
 
 def counted():
