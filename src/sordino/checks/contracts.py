@@ -19,12 +19,14 @@ from sordino.core import FLAT_CLIPPING, Broadcast, Divisor, Kind, Method, Shard,
 from sordino.engines import reference, simulate
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence.ledger import Ledger
+from sordino.models.arithmetic import exact_arithmetic
 from sordino.privacy.mechanisms.random import Seeded
 from sordino.privacy.participation import FULL
 
 TOLERANCE = 1e-9  # between engines, relative to max(1, |theta|)
 
 
+@exact_arithmetic()  # held once for all sums
 def asks(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     """Check that a plan runs with its declared calls on both engines, and that one more call in any stage is refused.
 
@@ -55,6 +57,7 @@ def asks(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems
 
 
+@exact_arithmetic()  # held once for all sums
 def unasked(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     """Check that some round asks each noised query as often as declared: every declared call is paid for.
 
@@ -115,6 +118,7 @@ def greedy(stage: Stage) -> Stage:
     return stage._replace(local=stage.local._replace(compute=compute))
 
 
+@exact_arithmetic()  # held once for all sums
 def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     """Run a method with a ledger, then twice more on other data with the same ledger.
 
@@ -148,6 +152,7 @@ def replay(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems
 
 
+@exact_arithmetic()  # held once for all sums
 def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     """Check that no record changes how others are computed: the values of a masked record never change the sum.
 
@@ -191,6 +196,7 @@ def apart(method: Method, model: core.Model, *, seed: int = 0) -> list[str]:
     return problems[:1]
 
 
+@exact_arithmetic()  # held once for all sums
 def engines(
     method: Method, model: core.Model, *, seed: int = 0, refusals: list[str] | None = None, sampling: str = FULL
 ) -> float:
