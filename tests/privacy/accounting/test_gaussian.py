@@ -220,6 +220,16 @@ def test_mu_is_exact_at_the_corners_of_its_range(epsilon, delta):
     assert abs(gaussian.epsilon(mu, delta) - epsilon) <= 1e-9 * max(epsilon, 1e-3)
 
 
+def test_steps_of_newton_find_the_root_of_a_bracket(monkeypatch):
+    """Over the whole range, and from below: mu is never above the root."""
+    corners = [(e, d) for d in (1e-2, 1e-5, 1e-10, 1e-100, 1e-300) for e in (0.0, 1e-8, 1e-3, 0.1, 1.0, 20.0, 1e4)]
+    fast = [gaussian._mu.__wrapped__(*corner) for corner in corners]
+    monkeypatch.setattr(gaussian, "_newton", lambda *a: None)
+    slow = [gaussian._mu.__wrapped__(*corner) for corner in corners]
+    np.testing.assert_allclose(fast, slow, rtol=1e-12)
+    assert all(gaussian._log_delta(mu, e) <= math.log(d) for mu, (e, d) in zip(fast, corners, strict=True))
+
+
 def test_far_corners_neither_overflow_nor_warn():
     assert gaussian.delta(1e-4, 500) == 0.0
     assert gaussian.delta(5e-324, 500) == 0.0

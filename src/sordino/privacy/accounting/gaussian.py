@@ -29,6 +29,8 @@ from sordino.errors import SordinoError
 from sordino.privacy.accounting import normal, roots
 
 SLACK = 1e-12  # relative: calibrated mu lies this far below the root, which is much more than rounding
+NEWTON_STEPS = 12
+_NEAR = 1e-8  # of a step of Newton's
 _ROUNDING = 1e-14  # relative error of a root; below SLACK, so that round trips keep their direction
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -151,12 +153,41 @@ def _mu(epsilon: float, delta: float) -> float:
     # Two lower bounds: the inverse of the one in `epsilon`, and delta(epsilon) <= delta(0) <= mu / sqrt(2 pi).
     c = math.sqrt(-2 * target)
     low = max(2 * epsilon / (c + math.sqrt(c * c + 2 * epsilon)), delta * math.sqrt(2 * math.pi))
-    high = 2 * low
-    while _log_delta(high, epsilon) < target:
-        low, high = high, 2 * high
-    low /= 2  # for small delta and epsilon = 0 the second bound is an equality up to rounding
-    root = _root(lambda x: _log_delta(x, epsilon) - target, low, high)
+    near = _newton(_about_log_delta, low, epsilon, target) or low
+    root = _newton(_log_delta, near, epsilon, target)
+    if root is None:
+        high = 2 * low
+        while _log_delta(high, epsilon) < target:
+            low, high = high, 2 * high
+        low /= 2  # for small delta and epsilon = 0 the second bound is an equality up to rounding
+        root = _root(lambda x: _log_delta(x, epsilon) - target, low, high)
     return _push(root * (1 - SLACK), -1, lambda x: _log_delta(x, epsilon) <= target)
+
+
+def _newton(log_delta_of: Callable[[float, float], float], mu: float, epsilon: float, target: float) -> float | None:
+    """The mu with this log delta, by Newton's steps in log mu; None if they do not end.
+
+    The derivative of delta in mu is the density of a standard normal at epsilon/mu - mu/2.
+    """
+    for _ in range(NEWTON_STEPS):
+        log_delta, x = log_delta_of(mu, epsilon), epsilon / mu - mu / 2
+        log_slope = math.log(mu) - 0.5 * x * x - _LOG_SQRT_2PI - log_delta
+        if not abs(log_slope) < 100:
+            return None
+        step = (target - log_delta) * math.exp(-log_slope)
+        if not abs(step) < 1:
+            return None
+        mu *= math.exp(step)
+        if abs(step) < _NEAR:  # the next step would be about the square of this one
+            return mu
+    return None
+
+
+def _about_log_delta(mu: float, epsilon: float) -> float:
+    """About `_log_delta`, with an approximation of Mills' ratio (Birnbaum 1942); where x is negative it is far off."""
+    x = epsilon / mu - mu / 2
+    before, after = (4 / (3 * each + math.sqrt(each * each + 8)) for each in (x, x + mu))
+    return -0.5 * x * x - _LOG_SQRT_2PI + math.log(before - after) if before > after else -math.inf
 
 
 def sigma(epsilon: float, delta: float, *, sensitivity: float = 1.0, releases: int = 1) -> float:
