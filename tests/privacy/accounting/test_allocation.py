@@ -482,3 +482,11 @@ def test_a_search_on_coarse_grids_needs_little_more_noise(adjacency, monkeypatch
         )
         assert slow * (1 - 2 * subsampled.CLOSE) < fast < more * slow
         assert subsampled.epsilon([release._replace(mu=1 / fast)], 1e-5, adjacency) <= 2.0
+
+
+def test_a_fine_grid_of_few_long_epochs_is_not_looser_than_a_coarse_one():
+    """Sums of thousands of terms do not fit on the grid in the narrowest cells; wider ones do."""
+    grids = (subsampled.COARSE, subsampled.EXCESS)
+    part = SampledGaussian(1 / 2781, 1.078, 3, Sampler.ALLOCATION, 2781)
+    found = [subsampled._one_grid((part,), 0.0, "remove", 1e-5, 0.15, grid) for grid in grids]
+    assert 0.99 * found[0] < found[1] < 1.0005 * found[0]

@@ -138,6 +138,8 @@ def _usable_grid(epoch: Epoch) -> _SumGrid | None:
     grid = _sum_grid(epoch.rounds, epoch.mu, epoch.cut, width)
     coarse = epoch.width > WIDTH
     cells, most = (COARSE_SUM_CELLS, MOST_COARSE_ROUNDING) if coarse else (SUM_CELLS, MOST_ROUNDING)
+    if grid.cells > cells:  # wider cells are still narrower than the losses of a profile are apart
+        grid = _sum_grid(epoch.rounds, epoch.mu, epoch.cut, min(1.02 * width * grid.cells / cells, MOST_WIDTH))
     if grid.cells > cells or SUM_ROUNDING * epoch.rounds > most * epoch.cut:
         return None
     return grid if epoch.way == "remove" or grid.h <= MOST_STEP * _least_sum(epoch, grid) else None
