@@ -126,6 +126,10 @@ def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[
     cohorts = _stage_cohorts(plan, stage, done)
     if plan.participation.kind == FULL:
         return [np.arange(len(cohorts))], np.zeros(plan.clients, dtype=int)
+    if plan.participation.kind == "cyclic":
+        turns, start = int(plan.participation.amount), sum(plan.stage_rounds[:stage])
+        patterns = [np.arange((k - start) % turns, len(cohorts), turns) for k in range(turns)]
+        return patterns, np.arange(plan.clients) % turns
     came = np.concatenate([np.zeros(0, dtype=int), *cohorts])
     rounds = np.repeat(np.arange(len(cohorts)), [len(cohort) for cohort in cohorts])
     ends = np.cumsum(np.bincount(came, minlength=plan.clients))[:-1]
@@ -134,8 +138,8 @@ def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[
     of_clients = np.split(rounds[order], ends)
     places: dict[bytes, int] = {}
     which = np.array([places.setdefault(attended.tobytes(), len(places)) for attended in of_clients])
-    patterns = dict(zip(which.tolist(), of_clients, strict=True))
-    return [patterns[place] for place in range(len(places))], which
+    of_places = dict(zip(which.tolist(), of_clients, strict=True))
+    return [of_places[place] for place in range(len(places))], which
 
 
 class StreamPath(NamedTuple):
