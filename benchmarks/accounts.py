@@ -2,6 +2,7 @@
 
     python benchmarks/accounts.py [--others PYTHON]
     python benchmarks/accounts.py --unequal      # prints the CPU seconds for 1,000 unequal clients, and writes nothing
+    python benchmarks/accounts.py --survey 500   # the same for so many plans of all kinds, drawn from a fixed seed
 
 Every accountant gets the same questions: a number of Gaussian releases, what is drawn at random, and epsilon and delta.
 It answers with the least noise, as standard deviation over the bound on one record (or one client). The accountants are
@@ -27,6 +28,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 DELTA, TOLERANCE = 1e-5, 1e-3
+SLOW = 0.4  # CPU seconds of a plan that a survey shows
 ADD, REPLACE = "add-remove", "replace-one"
 OTHERS = ("opacus RDP", "opacus PRV", "jax-privacy")
 
@@ -220,17 +222,13 @@ def unequal() -> None:
 
     import sordino as so
     from sordino.privacy import calibration
-    from sordino.privacy.accounting import allocation, subsampled
 
     sizes = tuple(np.exp(np.random.default_rng(0).uniform(math.log(20), math.log(2000), 1000)).astype(int).tolist())
     axes = (("untrusted-server", "secure-aggregation"), ("full", "fixed:200"), (ADD, REPLACE))
     all_seconds = []
     for trust, who, adjacency in itertools.product(*axes):
         for rounds, batch, epsilon in itertools.product((50, 500, 5000), (16, 4), (0.5, 2.0, 8.0)):
-            os.environ["SORDINO_CACHE"] = tempfile.mkdtemp()
-            allocation._remembered.clear()
-            for cached in (allocation.law, subsampled._epsilon, subsampled._one_grid, subsampled._expected):
-                cached.cache_clear()
+            forget()
             privacy = so.Privacy(epsilon, DELTA, adjacency=adjacency, trust=trust)
             plan = so.Plan(
                 so.build("dp-fedgd"), rounds, sizes, privacy, participation=who, sampling=f"allocation:{batch}"
@@ -242,6 +240,99 @@ def unequal() -> None:
             shown = f"{trust}, {who}, {adjacency}, {rounds} rounds, allocation:{batch}, epsilon {epsilon:g}"
             print(f"{shown}: {all_seconds[-1]:.2f} s, mean noise {noise.std.mean() / noise.scale:.4f}", flush=True)
     print(f"median {sorted(all_seconds)[len(all_seconds) // 2]:.2f} s, most {max(all_seconds):.2f} s")
+
+
+def forget() -> None:
+    """No result is stored: neither on disk nor in this process."""
+    from sordino.privacy.accounting import allocation
+
+    os.environ["SORDINO_CACHE"] = tempfile.mkdtemp()
+    allocation._remembered.clear()
+    modules = [module for name, module in sys.modules.items() if name.startswith("sordino.privacy")]
+    for cached in (value for module in modules for value in list(vars(module).values())):
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
+SURVEYED: dict[str, tuple[Any, ...]] = {
+    "clients": (1, 2, 20, 200, 1000, 1000),
+    "sizes": ("equal", "two", "unequal"),
+    "method": ("dp-fedgd", "dp-fedavg 2", "dp-fedavg 20", "dp-scaffold 3", "dp-fednew", "dp-ftrl", "dp-ftrl banded"),
+    "epsilon": (0.1, 0.3, 1.0, 3.0, 8.0, 20.0),
+    "asked": ("the same", "three", "different"),
+    "delta": (1e-5, 1e-7, 1e-10),
+    "rounds": (1, 10, 50, 200, 1000, 5000, 10_000),
+    "sampling": ("full", *(f"{kind}:{drawn}" for kind in ("poisson", "fixed", "allocation") for drawn in (4, 16))),
+    "participation": ("full", "fixed:1", "poisson:0.1", "poisson:0.01", "cyclic:2"),
+    "trust": ("untrusted-server", "secure-aggregation", "trusted-server"),
+    "adjacency": (ADD, REPLACE),
+    "unit": ("record", "record", "person", "client"),
+}
+
+
+def surveyed(drawn: dict[str, Any], seed: int) -> Any:
+    """The plan of these facts, with at most 10,000 releases of one client.
+
+    Raises:
+      SordinoError: the library refuses it.
+    """
+    import numpy as np
+
+    import sordino as so
+
+    rng, clients = np.random.default_rng(seed), drawn["clients"]
+    sizes = {
+        "equal": np.full(clients, 1000),
+        "two": rng.choice([300, 2000], clients),
+        "unequal": np.exp(rng.uniform(math.log(20), math.log(20_000), clients)).astype(int),
+    }[drawn["sizes"]]
+    shares = {
+        "the same": np.ones(clients),
+        "three": rng.choice([0.25, 0.5, 1.0], clients),
+        "different": rng.uniform(0.1, 1.0, clients),
+    }[drawn["asked"]]
+    name, _, how = drawn["method"].partition(" ")
+    options: dict[str, Any] = {"mechanism": how} if how.isalpha() else {"steps": int(how)} if how else {}
+    asked = {} if drawn["asked"] == "the same" else {k: drawn["epsilon"] * float(s) for k, s in enumerate(shares)}
+    privacy = so.Privacy(
+        drawn["epsilon"], drawn["delta"], unit=drawn["unit"], adjacency=drawn["adjacency"], trust=drawn["trust"],
+        client_epsilon=asked,
+    )  # fmt: skip
+    rounds = min(drawn["rounds"], 10_000 // options.get("steps", 1))
+    return so.Plan(
+        so.build(name, unit=drawn["unit"], **options), rounds, tuple(sizes.tolist()), privacy,
+        participation=drawn["participation"], sampling=drawn["sampling"],
+    )  # fmt: skip
+
+
+def survey(number: int) -> None:
+    """CPU seconds of the calibration of plans that are drawn from all of `SURVEYED`, without stored results; those
+    that take long. Cohorts are drawn before, and not counted."""
+    import random
+
+    from sordino.errors import SordinoError
+    from sordino.privacy import calibration
+
+    draws, seconds = random.Random(0), list[float]()
+    first = {key: values[0] for key, values in SURVEYED.items()} | {"clients": 20, "sizes": "unequal"}
+    for sampling in SURVEYED["sampling"]:  # imports are not counted
+        calibration.query_noises(surveyed(first | {"sampling": sampling}, 0))
+    while len(seconds) < number:
+        drawn, seed = {key: draws.choice(values) for key, values in SURVEYED.items()}, draws.randrange(2**32)
+        try:
+            plan = surveyed(drawn, seed)
+            assert plan.cohorts
+            forget()
+            start = time.process_time()
+            calibration.query_noises(plan)
+        except SordinoError:
+            continue
+        seconds.append(time.process_time() - start)
+        if seconds[-1] > SLOW:
+            print(f"{seconds[-1]:.2f} s: " + ", ".join(f"{key} {value}" for key, value in drawn.items()), flush=True)
+    ordered, above = sorted(seconds), sum(each > 0.5 for each in seconds)
+    shown = f"median {ordered[number // 2]:.2f} s, 95 % below {ordered[number * 95 // 100]:.2f} s"
+    print(f"{number} plans: {shown}, most {ordered[-1]:.2f} s, {above} above 0.5 s")
 
 
 # ---------------------------------------------------------------------------------------- integers, correlated noise
@@ -362,9 +453,10 @@ def main() -> None:
     parser.add_argument("--others", metavar="PYTHON", help="an interpreter with opacus and jax-privacy")
     parser.add_argument("--only", choices=ACCOUNTANTS, help=argparse.SUPPRESS)
     parser.add_argument("--unequal", action="store_true", help="only the CPU seconds for many unequal clients")
+    parser.add_argument("--survey", type=int, metavar="N", help="only the CPU seconds for N plans of all kinds")
     arguments = parser.parse_args()
-    if arguments.unequal:
-        unequal()
+    if arguments.unequal or arguments.survey:
+        survey(arguments.survey) if arguments.survey else unequal()
         return
     if arguments.only:
         print(json.dumps(answers(arguments.only)))
