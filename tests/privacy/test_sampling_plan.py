@@ -7,8 +7,10 @@ import json
 import math
 from dataclasses import replace
 
+import dp_accounting as dp
 import numpy as np
 import pytest
+from dp_accounting import pld
 from safetensors import safe_open
 
 from sordino.core import Adjacency, Kind, Privacy, Trust, Unit
@@ -261,23 +263,91 @@ def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
     assert std.mean() < mean * own.mean()
 
 
-def test_levels_of_epochs_cover_their_members_and_divide_where_most_clients_gain():
-    """Mutants: a level with the smallest numbers of its members; levels that are not divided."""
+def test_levels_cover_their_members_and_divide_where_most_clients_gain():
+    """Mutants: a level with the smallest numbers of its members, or the largest epsilon; undivided levels."""
     rng = np.random.default_rng(2)
     times = np.unique(rng.binomial(300, 0.3, 80))
     rows = [(1.0, 2.0, once, 1.0, 1.0, 2.0, n, rate, 1.0) for rate in (0.1, 0.2) for once in (0, 1) for n in times]
     accounts = np.array(rows)
     clients = rng.integers(1, 9, len(accounts))
-    levels, which = calibration._few_levels(accounts, clients)
-    assert len(levels) == calibration.EPOCH_ACCOUNTS
+    levels, which = calibration._few_levels(accounts, clients, 24)
+    assert len(levels) == 24
     own, covers = accounts, levels[which]
     assert (covers >= own).all()
     np.testing.assert_array_equal(np.delete(covers, [2, 6], 1), np.delete(own, [2, 6], 1))
     np.testing.assert_array_equal(covers[:, 2], own[:, 2])  # one release more than none would cost most
     saved = np.log(covers[:, 6] / own[:, 6]) @ clients / clients.sum()
     assert saved < 0.04
-    few = calibration._few_levels(accounts[:3], clients[:3])[0]
+    few = calibration._few_levels(accounts[:3], clients[:3], 24)[0]
     np.testing.assert_array_equal(few, accounts[:3])
+    accounts[:, -1] = rng.uniform(0.1, 1.0, len(accounts))
+    levels, which = calibration._few_levels(accounts, clients, 48)
+    assert len(levels) == 48
+    covers = levels[which]
+    assert (covers[:, [2, 6]] >= accounts[:, [2, 6]]).all()
+    assert (covers[:, -1] <= accounts[:, -1]).all()
+    lost = np.log(accounts[:, -1] / covers[:, -1]) + np.log(covers[:, 6] / accounts[:, 6]) / 2
+    assert lost @ clients / clients.sum() < 0.12
+    fewer, of = calibration._few_levels(accounts, clients, 24)
+    own_loss = np.log(accounts[:, -1] / fewer[of][:, -1]) + np.log(fewer[of][:, 6] / accounts[:, 6]) / 2
+    assert lost @ clients < own_loss @ clients
+
+
+DIFFERENT = [
+    ("poisson:4", "full", "dp-fedgd", {}),
+    ("poisson:4", "fixed:40", "dp-fedavg", {"steps": 3}),
+    ("fixed:4", "full", "dp-fedavg", {"steps": 3}),
+    ("allocation:4", "fixed:40", "dp-fedgd", {}),
+]
+
+
+@pytest.mark.parametrize("adjacency", ["add-remove", "replace-one"])
+@pytest.mark.parametrize(("batch", "who", "name", "options"), DIFFERENT)
+def test_clients_that_all_ask_for_another_epsilon_keep_it(batch, who, name, options, adjacency, monkeypatch):
+    """Few accounts cover all clients; each of them spends at most what it asked for, and little less. Mutants: the
+    noise of the level without the client's own unit; a level with the largest epsilon of its members."""
+    rng = np.random.default_rng(5)
+    asked = {client: float(epsilon) for client, epsilon in enumerate(rng.uniform(0.4, 4.0, 160))}
+    found = plan(
+        name, batch, who, tuple(rng.choice([60, 240], 160).tolist()), 30, 4.0, requested_epsilons=asked,
+        options=options, adjacency=adjacency,
+    )  # fmt: skip
+    searched, whole = [], many.scales
+    monkeypatch.setattr(many, "scales", lambda accounts, *a: searched.extend(accounts) or whole(accounts, *a))
+    std = calibration.client_std(found, 0, 0)
+    drawn = np.array([bool(group.releases) for group in spending.groups(found)])
+    assert drawn.any()
+    assert len(searched) <= (calibration.EPOCH_ACCOUNTS if "allocation" in batch else calibration.MOST_ACCOUNTS)
+    for group in spending.groups(found)[::12]:
+        promised = min(asked[client] for client in group.clients)
+        assert spending.epsilon_of(found, group) <= promised
+    monkeypatch.setattr(calibration, "MOST_RATES", 10**9)  # an account for each client
+    own = calibration.client_std(replace(found), 0, 0)
+    made = own > 0
+    assert (std[made] > 0.992 * own[made]).all()  # the tolerances of both searches
+    assert std[made].mean() < (1.25 if "allocation" in batch else 1.03) * own[made].mean()
+
+
+def test_noise_of_clients_with_their_own_epsilons_by_dp_accounting():
+    rng = np.random.default_rng(6)
+    asked = {client: float(epsilon) for client, epsilon in enumerate(rng.uniform(0.5, 4.0, 200))}
+    found = plan(batch="poisson:8", sizes=(400,) * 200, rounds=300, epsilon=4.0, requested_epsilons=asked, **ADD)
+    noise = calibration.query_noises(found)[0]
+    for client in range(0, 200, 40):
+        accountant = pld.PLDAccountant(dp.NeighboringRelation.ADD_OR_REMOVE_ONE)
+        event = dp.PoissonSampledDpEvent(8 / 400, dp.GaussianDpEvent(noise.std[client] / noise.sensitivity[client]))
+        spent = accountant.compose(dp.SelfComposedDpEvent(event, 300)).get_epsilon(found.privacy.delta)
+        assert 0.9 * asked[client] < spent <= 1.0005 * asked[client]
+
+
+def test_clients_that_are_never_drawn_do_not_share_an_account():
+    """They need no noise for their minibatches, and take no level from those that are drawn."""
+    asked = {client: 0.5 + client / 100 for client in range(100)}
+    found = plan(batch="poisson:4", who="fixed:10", sizes=(60,) * 100, rounds=3, requested_epsilons=asked)
+    std, drawn = calibration.client_std(found, 0, 0), np.unique(np.concatenate(found.cohorts))
+    assert 10 < len(drawn) < 40
+    assert (std[drawn] > 0).all()
+    assert (np.delete(std, drawn) == 0).all()
 
 
 def test_clients_without_releases_are_searched_beside_others():
@@ -299,16 +369,6 @@ def test_the_worst_group_is_found_among_those_with_most_releases(monkeypatch):
     monkeypatch.setattr(events, "epsilon", lambda *given: asked.append(given) or whole(*given))
     assert spending.epsilon_of(found, spending.worst(found)) == largest
     assert len(asked) <= 3 < len(groups)
-
-
-def test_numbers_of_releases_rise_by_less_than_a_step():
-    numbers = np.random.default_rng(1).integers(1, 3000, 400).astype(float)
-    rounded = calibration._rounded_up(numbers)
-    assert (rounded >= numbers).all()
-    assert (rounded < numbers * calibration.TIMES_STEP).all()
-    assert set(rounded) <= set(numbers)
-    assert len(set(rounded)) < len(set(numbers)) / 2
-    np.testing.assert_array_equal(calibration._rounded_up(np.array([0.0, 3.0, 3.0, 0.0])), [0, 3, 3, 0])
 
 
 # ----------------------------------------------------------------------------------------------------- who is hidden
@@ -754,6 +814,40 @@ def test_many_strict_clients_share_a_few_accounts_and_raise_no_noise(batch, monk
     assert noise < calibration.aggregate_std(old, 0)
 
 
+@pytest.mark.parametrize("batch", ["poisson:16", "allocation:16"])
+def test_weights_of_many_strict_clients_are_near_those_of_single_searches(batch, monkeypatch):
+    """Of many epsilons some are searched. Mutant: the ratio to the limit of another rate."""
+    rng = np.random.default_rng(3)
+    sizes, asked = (
+        tuple(rng.choice([160, 800], 100).tolist()),
+        dict(enumerate(rng.uniform(0.3, 2.0, 99).tolist())),
+    )
+    keys = dict(batch=batch, sizes=sizes, rounds=200, epsilon=2.0, **SA, requested_epsilons=asked)
+    between, searched = strict._between, []
+    monkeypatch.setattr(
+        strict, "_between", lambda *a: between(*a[:3], lambda some: searched.append(some) or a[3](some))
+    )
+    found = plan(**keys)
+    weights = found.weights / found.weights.max()
+    assert len(searched) == 1
+    assert len(searched[0]) < 80
+    assert calibration.summed_noise(found)[0] > 0
+    for client in range(0, 100, 25):
+        assert spending.client_epsilon(found, client) <= asked.get(client, 2.0)
+    monkeypatch.setattr(strict, "MOST_ACCOUNTS", 10**9)
+    monkeypatch.setattr(strict, "FEW_ACCOUNTS", 10**9)
+    single = plan(**keys).weights
+    np.testing.assert_allclose(weights, single / single.max(), rtol=0.06)
+
+
+def test_strict_clients_count_in_full_where_the_others_are_never_drawn():
+    """The others need no noise: weights of 2^-1000 divided by zero."""
+    moved, rates, times = np.ones(3), np.full(3, 0.1), np.array([0, 5, 5])
+    epsilons = np.array([1.0, 0.5, 0.2])
+    found = strict.factors(moved, rates, times, Sampler.POISSON, epsilons, 1e-5, Adjacency.ADD_REMOVE)
+    np.testing.assert_array_equal(found, 1.0)
+
+
 def test_a_strict_client_that_would_set_the_noise_does_not():
     """The heaviest client is the strict one: the noise is what the others need."""
     asked = dict(batch="poisson:16", rounds=50, epsilon=4.0, **SA)
@@ -885,3 +979,13 @@ def test_weights_of_many_strict_clients_are_those_of_separate_searches(sampler, 
     alone = np.log2(strict.factors(*facts)) * strict.STEPS
     assert np.abs(together - alone).max() < 1.5
     assert np.abs(alone - alone.min()).max() > 30, "the mutant is found out"
+
+
+@pytest.mark.parametrize("who", ["full", "cyclic:3", "fixed:4"])
+def test_attendances_are_those_of_the_cohorts(who):
+    found = plan("dp-ftrl", who=who, sizes=(20,) * 10, rounds=8, options={"mechanism": "tree"})
+    for done in (None, 2, 7):
+        patterns, which = releases._attendances(found, 0, done)
+        for client in range(10):
+            attended = [t for t, cohort in enumerate(found.cohorts[:done]) if client in cohort]
+            assert patterns[which[client]].tolist() == attended

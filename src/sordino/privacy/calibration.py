@@ -33,6 +33,7 @@ from sordino.privacy.participation import FULL
 from sordino.privacy.plan import Plan, memoised, noised_queries, plan_mechanism, unbounded_sampling, with_weights_of
 from sordino.privacy.releases import (
     MOST_RATES,
+    AccountColumns,
     QueryNoise,
     account_columns,
     person_factor,
@@ -45,12 +46,17 @@ from sordino.privacy.releases import (
 MOST_RELEASES = 72  # of all accounts, where only sums are visible: each takes some milliseconds
 EPOCH_RELEASES = 1.8  # what one with epochs counts for
 MOST_RATIO = 1e9  # of rates that are taken for one
-TOGETHER = 16  # accounts with epochs whose pairs are computed at once
+RISE = 0.003  # share by which coarse grids raise a factor at least
+TOGETHER = 8  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
 EPOCH_ACCOUNTS = 24  # with epochs, where every message is visible: each is searched by itself
+FEW_EPOCH_ACCOUNTS = 16  # the same if clients have more than so many epsilons: then searches help each other less
+MOST_EPSILONS = 4
+MOST_ACCOUNTS = 96  # the same without epochs: they are searched together
+RATIO_STEPS = 2**40  # of ratios of sensitivity to noise, which are rounded up
+LOG_STEPS = 2**20  # of logarithms that are compared
 COMPARED = 256  # accounts that are compared with others at once
 NO_RELEASE = 0.1  # releases: what none counts for where accounts are compared
-TIMES_STEP = 1.015  # where every message is visible and accounts are many, numbers of releases rise by this factor
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
 
 
@@ -269,17 +275,24 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         spent = np.sqrt(sum(query.times * (query.sensitivity / query.std) ** 2 for query in by_query) / mu**2)
         largest = float(np.max(spent)) * (1 + 1e-12)
         return np.full(plan.clients, largest if plan.only_sums_visible and 0 < largest < 1 - 1e-9 else 1.0)
+    units = np.ones(plan.clients)
+    if not plan.only_sums_visible:
+        by_query, units = _in_own_units(by_query)
+        never = sum(query.times for query in by_query) == 0
+        by_query = [q._replace(sensitivity=np.where(never, 0.0, q.sensitivity)) for q in by_query]
+        epsilons = np.where(never, plan.privacy.epsilon, epsilons)
     columns = [column for query in by_query for column in query]
     accounts, which = np.unique(np.stack([*columns, epsilons], 1), axis=0, return_inverse=True)
-    number = len(accounts)
+    number, which = len(accounts), which.reshape(-1)
     if plan.only_sums_visible:
         accounts = _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
     elif number > MOST_RATES:
-        of_clients = np.bincount(which.reshape(-1))
-        epochs = sampler_of(plan) is Sampler.ALLOCATION
-        accounts, levels = _few_levels(accounts, of_clients) if epochs else _like(accounts)
-        which = levels[which.reshape(-1)]
+        most = MOST_ACCOUNTS // len(by_query)
+        if sampler_of(plan) is Sampler.ALLOCATION:
+            most = EPOCH_ACCOUNTS if len(set(epsilons.tolist())) <= MOST_EPSILONS else FEW_EPOCH_ACCOUNTS
+        accounts, levels = _few_levels(accounts, np.bincount(which), most)
+        which = levels[which]
     factors = np.ones(len(accounts))
     parts = [events.split(releases(plan, noises, row[:-1]), plan.privacy.adjacency) for row in accounts]
     if any(sampled for sampled, _ in parts):
@@ -293,7 +306,21 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
 
             factors = np.array(many.scales(needs, delta, adjacency))
         factors = factors * (1 + ACCOUNT_MARGIN * (len(needs) < number))
-    return np.asarray(np.minimum(factors, 1.0)[which.reshape(-1)])
+    return np.asarray(np.minimum(factors[which] * units, 1.0))
+
+
+def _in_own_units(by_query: list[AccountColumns]) -> tuple[list[AccountColumns], np.ndarray]:
+    """The columns with noise in units in which the largest ratio of sensitivity to noise is 1, and these units.
+
+    Clients that ask for different epsilons differ in their noise by one factor. In these units they have like accounts.
+    Ratios are rounded up.
+    """
+    ratios = [np.where(q.sensitivity > 0, q.sensitivity / np.where(q.std > 0, q.std, 1.0), 0.0) for q in by_query]
+    units = np.max(ratios, axis=0)
+    units = np.where(units > 0, units, 1.0)
+    rounded = [np.ceil(ratio / units * RATIO_STEPS) / RATIO_STEPS for ratio in ratios]
+    ones = np.ones(len(units))
+    return [q._replace(sensitivity=ratio, std=ones) for q, ratio in zip(by_query, rounded, strict=True)], units
 
 
 def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> float:
@@ -338,7 +365,7 @@ def _largest_factor(accounts: Sequence[SampledAccount], delta: float, adjacency:
             start = float(f"{most:.6g}") if coarse else 0.0
             releases, mu, epsilon = together
             factor = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance, start=start)
-            most = max(most, factor)
+            most = max(most * (1 + RISE * coarse), factor)
         prepared = 0
     return most
 
@@ -418,68 +445,62 @@ def _with_noise(account: SampledAccount, factor: float) -> SampledAccount:
     return account._replace(releases=releases, gaussian_mu=account.gaussian_mu / factor)
 
 
-def _like(accounts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Accounts with few different numbers of releases, and which of them covers each of the given ones.
+def _few_levels(accounts: np.ndarray, clients: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """At most so many accounts, or one for all that differ only in numbers of releases and epsilons, and which of them
+    covers each of the given ones.
 
-    Numbers of releases are rounded up, by less than TIMES_STEP. Noise grows at most with their root, so by less than
-    0.75 percent. Accounts with the same rates follow each other, so that a search can start where the last one points.
+    A level has the largest numbers of releases and the smallest epsilon of its accounts. The level that is divided next
+    is the one where that saves most noise, summed over clients, if noise is proportional to the root of the number of
+    releases and inversely to epsilon. Accounts with the same rates follow each other, so that a search can start where
+    the last one points.
+
+    Args:
+      accounts: the accounts.
+      clients: how many clients have each account.
+      most: number of levels.
     """
-    levels = accounts.copy()
-    for column in range(2, accounts.shape[1] - 1, 4):
-        levels[:, column] = _rounded_up(accounts[:, column])
-    return _in_order(levels)
+    columns = np.arange(2, accounts.shape[1] - 1, 4)
+    needs = np.column_stack([np.log(np.maximum(accounts[:, columns], NO_RELEASE)) / 2, -np.log(accounts[:, -1])])
+    # Whole numbers, whose sums are exact on every machine. Several kinds of releases count as much as one.
+    needs = np.rint(needs * LOG_STEPS).astype(np.int64) * np.append(np.ones(len(columns), int), len(columns))
+    alike = np.unique(np.delete(accounts, [*columns, -1], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
+    order = np.argsort(alike, kind="stable")
+    starts = np.flatnonzero(np.diff(alike[order])) + 1
+    levels = [(_best_part(needs, clients, level), level) for level in np.split(order, starts)]
+    while len(levels) < most:
+        widest = max(range(len(levels)), key=lambda n: levels[n][0][0])
+        (saved, first), level = levels[widest]
+        if not saved:
+            break
+        rest = np.setdiff1d(level, first, assume_unique=True)
+        levels[widest : widest + 1] = [(_best_part(needs, clients, part), part) for part in (first, rest)]
+    rounded = accounts.copy()
+    for _, level in levels:
+        rounded[np.ix_(level, columns)] = accounts[np.ix_(level, columns)].max(0)
+        rounded[level, -1] = accounts[level, -1].min()
+    return _in_order(rounded)
+
+
+def _best_part(needs: np.ndarray, clients: np.ndarray, level: np.ndarray) -> tuple[int, np.ndarray]:
+    """What it saves to divide a level in two, and the accounts of the part that needs less."""
+    best, part = 0, level[:0]
+    largest = needs[level].max(0)
+    for column in needs.T:
+        order = level[np.argsort(column[level], kind="stable")]
+        ordered, number = needs[order], clients[order]
+        first, rest = np.maximum.accumulate(ordered)[:-1], np.maximum.accumulate(ordered[::-1])[-2::-1]
+        saved = number.cumsum()[:-1] * (largest - first).sum(1)
+        saved += number[::-1].cumsum()[-2::-1] * (largest - rest).sum(1)
+        if len(saved) and int(saved.max()) > best:
+            best, part = int(saved.max()), order[: int(saved.argmax()) + 1]
+    return best, part
 
 
 def _in_order(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The different ones of these accounts, those with the same rates together, and the place of each among them."""
     distinct, which = np.unique(levels, axis=0, return_inverse=True)
-    order = np.lexsort((distinct[:, 2:-1:4].sum(1), distinct[:, 3:-1:4].sum(1), distinct[:, -1]))
+    order = np.lexsort((distinct[:, 2:-1:4].sum(1), distinct[:, -1], distinct[:, 3:-1:4].sum(1)))
     return distinct[order], np.argsort(order)[which.reshape(-1)]
-
-
-def _few_levels(accounts: np.ndarray, clients: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As `_like`, with at most EPOCH_ACCOUNTS accounts, or one for all that differ only in their numbers of releases.
-
-    Of those, a level is some that follow each other, with the largest numbers of any of them. The next level to be
-    divided is the one where that saves most: the logarithms of the numbers of releases, summed over clients.
-
-    Args:
-      accounts: the accounts.
-      clients: how many clients have each account.
-    """
-    columns = np.arange(2, accounts.shape[1] - 1, 4)
-    alike = np.unique(np.delete(accounts, columns, axis=1), axis=0, return_inverse=True)[1].reshape(-1)
-    columns = columns[np.argsort(-accounts[:, columns].max(0), kind="stable")]  # the last ones count most in the order
-    order = np.lexsort((*accounts[:, columns].T, alike))
-    logs = np.log(np.maximum(accounts[:, columns], NO_RELEASE))
-
-    def best(level: np.ndarray) -> tuple[float, int]:
-        """What it saves to divide a level, and where."""
-        largest = np.maximum.accumulate(logs[level])
-        saved = np.cumsum(clients[level])[:-1] * (largest[-1] - largest[:-1]).sum(1)
-        return (float(saved.max()), int(saved.argmax()) + 1) if len(saved) else (0.0, 0)
-
-    levels = [(*best(level), level) for level in np.split(order, np.flatnonzero(np.diff(alike[order])) + 1)]
-    while len(levels) < EPOCH_ACCOUNTS:
-        widest = max(range(len(levels)), key=lambda n: levels[n][0])
-        saved, at, level = levels[widest]
-        if not saved:
-            break
-        levels[widest : widest + 1] = [(*best(part), part) for part in (level[:at], level[at:])]
-    rounded = accounts.copy()
-    for *_, level in levels:
-        rounded[np.ix_(level, columns)] = accounts[np.ix_(level, columns)].max(0)
-    return _in_order(rounded)
-
-
-def _rounded_up(numbers: np.ndarray) -> np.ndarray:
-    """Each number as the largest of those that differ from the smallest of its level by less than TIMES_STEP."""
-    result, start = np.sort(numbers), 0
-    while start < len(result):
-        stop = int(np.searchsorted(result, max(result[start] * TIMES_STEP, np.nextafter(result[start], np.inf))))
-        result[start:stop] = result[stop - 1]
-        start = stop
-    return np.asarray(result[np.searchsorted(np.sort(numbers), numbers)])
 
 
 def _largest(accounts: np.ndarray) -> np.ndarray:

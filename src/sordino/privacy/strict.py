@@ -5,6 +5,8 @@ allows. Minibatches hide a record the better, the more noise there is, so the sa
 below its epsilon. Here its weight is the largest one on a grid with which its own account stays below its epsilon, at
 the noise that the other clients need.
 
+If there are many strict clients, some are searched. What the others need lies between, relative to the central limit.
+
 Weights follow from public numbers alone, and no guarantee rests on them: `calibration` computes the noise for the
 weights that a plan has, client by client. A weight that is too large would only cost everybody noise. Because of the
 grid, machines that differ in the last bits of an account agree on the weights.
@@ -13,6 +15,7 @@ grid, machines that differ in the last bits of an account agree on the weights.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,6 +29,8 @@ ROOM = 0.005  # below what the account allows, for the tolerance of searches
 MOST_RATES = 8  # of strict clients with the same epsilon, whose rates are rounded up; under allocation FEW_RATES
 FEW_RATES = 4
 MOST_ALONE = 16  # accounts of strict clients that are searched one by one
+MOST_ACCOUNTS = 64  # of strict clients that are all searched; if there are more, about so many are
+FEW_ACCOUNTS = 8  # the same under allocation
 MOST_COMPARED = 40  # of the other clients, as to who needs most noise
 
 
@@ -66,15 +71,50 @@ def factors(
     compared = [(account(rate, number, epsilons.max()), reach) for rate, reach, number in others]
     most, reach = max(compared, key=lambda each: subsampled.limit(each[0], delta, adjacency) * each[1])
     noise = needed([most])[0] * reach
+    if not noise:  # the others are never drawn
+        return np.ones(len(moved))
+    result, strict = np.ones(len(moved)), np.flatnonzero(~lenient)
     groups, accounts = list[Array](), list[SampledAccount]()
-    for epsilon in sorted(set(epsilons[~lenient].tolist())):
+    for epsilon in sorted(set(epsilons[strict].tolist())):
         asked = np.flatnonzero(epsilons == epsilon)
         rounded = events.coarse(rates[asked], FEW_RATES if few else MOST_RATES, attained=few)
         for rate in sorted(set(rounded.tolist())):
             groups.append(asked[rounded == rate])
             accounts.append(account(rate, times[groups[-1]].max(), epsilon))
-    result = np.ones(len(moved))
-    for clients, least in zip(groups, needed(accounts), strict=True):
-        result[clients] = noise / np.maximum(least * moved[clients], 1e-300)
+    if len(accounts) <= (FEW_ACCOUNTS if few else MOST_ACCOUNTS):
+        for clients, least in zip(groups, needed(accounts), strict=True):
+            result[clients] = noise / np.maximum(least * moved[clients], 1e-300)
+    else:
+        own = [account(*each) for each in zip(rates[strict], times[strict], epsilons[strict], strict=True)]
+        limits = np.array([subsampled.limit(each, delta, adjacency) for each in own])
+        rounded = events.coarse(rates[strict], FEW_RATES // 2 if few else MOST_RATES // 2)
+        alike = np.column_stack([rounded, np.ceil(np.log2(np.maximum(times[strict], 1)))])
+        most_searched = FEW_ACCOUNTS if few else MOST_ACCOUNTS
+        needs = _between(limits, alike, most_searched, lambda n: many.scales([own[k] for k in n], delta, adjacency))
+        result[strict] = noise / np.maximum(needs * moved[strict], 1e-300)
     steps = np.ceil(-np.log2(np.maximum(result * (1 - ROOM), math.ulp(0.0))) * STEPS)
     return np.asarray(np.where(lenient, 1.0, np.exp2(-np.clip(steps, 0.0, STEPS * 1000.0) / STEPS)))
+
+
+def _between(limits: Array, alike: Array, most: int, needed: Callable[[list[int]], list[float]]) -> Array:
+    """About what each account needs: some are searched, and the ratio to the limit lies between theirs for others.
+
+    Args:
+      limits: what each account needs by the central limit.
+      alike: facts of each account, one row each; those with equal rows are compared.
+      most: about how many accounts are searched.
+      needed: what these accounts need.
+    """
+    logs, chosen, result = np.log(np.maximum(limits, 1e-300)), list[Array](), np.zeros(len(limits))
+    kinds = np.unique(alike, axis=0, return_inverse=True)[1].reshape(-1)
+    groups = [np.flatnonzero((kinds == kind) & (limits > 0)) for kind in range(int(kinds.max()) + 1)]
+    groups = [group[np.argsort(limits[group], kind="stable")] for group in groups if len(group)]
+    for group in groups:
+        places = np.linspace(logs[group[0]], logs[group[-1]], max(2, most // len(groups)))
+        nearest = np.searchsorted(logs[group], places).clip(max=len(group) - 1)
+        chosen.append(group[sorted({0, *nearest.tolist(), len(group) - 1})])
+    found = iter(needed([n for some in chosen for n in some.tolist()]))
+    for group, some in zip(groups, chosen, strict=True):
+        ratios = np.array([next(found) for _ in some]) / limits[some]
+        result[group] = limits[group] * np.interp(logs[group], logs[some], ratios)
+    return result

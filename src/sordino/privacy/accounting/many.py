@@ -6,9 +6,9 @@ row has its own grid; all have the same number of cells. The bounds, and what is
 around or lost to rounding, are those of `subsampled._compose`: every result is an upper bound.
 
 The search is a secant in the logarithm of the noise, for many rows together. Of the accounts that differ only in their
-numbers of releases, every fourth one is searched on coarse grids and in one direction. All are then searched on finer
-grids and in all directions, from the noise that lies between that of their neighbours. A row that is not settled by
-then is searched by itself.
+numbers of releases and epsilons, every fourth one is searched on coarse grids and in one direction. All are then
+searched on finer grids and in all directions, from the noise that lies between that of their neighbours. A row that is
+not settled by then is searched by itself.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sordino.privacy.accounting.subsampled import COARSE, MIDDLE, MOST_LOSS, MOS
 
 FEWEST = 8  # rows of a batch
 STEPS = 12  # of the search, at most
-VERSION = 1  # of the search: stored results of other versions are not read
+VERSION = 2  # of the search: stored results of other versions are not read
 MOST_TOLERANCE = 4e-3  # a result exceeds the smallest factor by about this share at most, and by what its grid adds
 FINE = 2 * MIDDLE  # relative error of epsilon that grids may cause if the tolerance is that of very many accounts
 BELOW = -0.3  # excess of log epsilon that is assumed where a grid begins above epsilon
@@ -37,6 +37,8 @@ APART = 4  # rows between two that are searched on coarse grids
 POINTS = 120  # losses of one release that place a grid
 LEAST_CELLS, MOST_CELLS = 256, 1 << 15
 MOST_SURPLUS = 23.0  # log of the tilted mass over delta: with more, rounding would be a visible part of delta
+LONG_CELLS = 1 << 13  # for a grid with more, lower tilts are tried
+LOWER_TILTS = (0.8, 0.6, 0.4)  # as parts of the saddle point
 AT_ONCE = 1 << 16  # cells of all rows whose curves are computed together
 _MARGIN = 1e-6  # on log epsilon, for rounding of mu over a factor by the caller, as in `subsampled._search`
 
@@ -177,7 +179,7 @@ def factors(batch: Batch, delta: float, adjacency: Adjacency, tolerance: float) 
 
 def _anchors(batch: Batch, limits: Array) -> tuple[Array, list[tuple[Array, Array]]]:
     """The rows that are searched first; and other rows, each time with the first ones that they lie between."""
-    runs = np.unique(np.column_stack([batch.target, batch.rate, batch.mu]), axis=0, return_inverse=True)[1].reshape(-1)
+    runs = np.unique(np.column_stack([batch.rate, batch.mu]), axis=0, return_inverse=True)[1].reshape(-1)
     order = np.lexsort((limits, runs))
     anchors, between = list[Array](), list[tuple[Array, Array]]()
     for run in np.split(order, np.flatnonzero(np.diff(runs[order])) + 1):
@@ -319,18 +321,10 @@ def _placed(batch: Batch, level: float, way: str, grid: float) -> _Grids:
     ]
     beside, centre = batch.beside[:, None] ** 2, batch.target[:, None]
 
-    def log_moments(thetas: Array) -> Array:
-        """log E_P exp(theta L), several theta per row."""
-        total = thetas * (thetas + 1) / 2 * beside
-        for times, loss, log_p in shapes:
-            exponent = thetas[:, :, None] * loss[:, None, :] + log_p[:, None, :]
-            total = total + times * _log_sum(exponent)[..., 0]
-        return np.asarray(total)
-
-    def tilted(theta: Array) -> tuple[Array, Array]:
+    def tilted(theta: Array, rows: Array | slice = slice(None)) -> tuple[Array, Array]:
         """Mean and variance of the tilted losses, one theta per row."""
-        mean, variance = (theta + 0.5) * beside, beside.copy()
-        for times, loss, log_p in shapes:
+        mean, variance = (theta + 0.5) * beside[rows], beside[rows].copy()
+        for times, loss, log_p in ((each[rows] for each in shape) for shape in shapes):
             exponent = theta * loss + log_p
             weight = np.exp(exponent - exponent.max(1, keepdims=True))
             weight /= weight.sum(1, keepdims=True)
@@ -348,18 +342,41 @@ def _placed(batch: Batch, level: float, way: str, grid: float) -> _Grids:
     std = np.maximum(np.sqrt(tilted(theta)[1]), 1e-12)
     fine = np.sqrt(8 * grid * np.maximum(centre, 0.1 * std) / (n * (theta + 1)))
 
-    steps = np.geomspace(0.3, 30.0, 10)
-    up = np.concatenate([steps[:4] / 8, steps]) / std
-    down = np.concatenate([steps[2:8] / std, theta * np.array([0.25, 0.5, 1.0])], axis=1)
-    values = log_moments(np.concatenate([np.zeros(n.shape), up, -down], axis=1) + theta)
-    k, above, below = values[:, :1], values[:, 1 : 1 + up.shape[1]], values[:, 1 + up.shape[1] :]
-    surplus = k - theta * centre - math.log(level)
-    wrapped = 9.0 + np.maximum(0.0, surplus)
-    lasts = (above - math.log(subsampled._CUT * level)) / (theta + up)
-    t = theta + np.take_along_axis(up, lasts.argmin(1)[:, None], 1)
-    top = ((above - k + wrapped) / up).min(1, keepdims=True)
-    first = np.minimum(((k - below - wrapped) / down).max(1, keepdims=True), centre - std)
-    last = np.maximum(np.maximum(lasts.min(1, keepdims=True), centre + std), first + top - centre)
+    def windows(theta: Array, std: Array, rows: Array) -> Array:
+        """First, last, surplus, theta and t of these rows, as in `subsampled._curve`."""
+        around = centre[rows]
+
+        def log_moments(thetas: Array) -> Array:
+            """log E_P exp(theta L), several theta per row."""
+            total = thetas * (thetas + 1) / 2 * beside[rows]
+            for times, loss, log_p in shapes:
+                exponent = thetas[:, :, None] * loss[rows, None, :] + log_p[rows, None, :]
+                total = total + times[rows] * _log_sum(exponent)[..., 0]
+            return np.asarray(total)
+
+        steps = np.geomspace(0.3, 30.0, 10)
+        up = np.concatenate([steps[:4] / 8, steps]) / std
+        down = np.concatenate([steps[2:8] / std, theta * np.array([0.25, 0.5, 1.0])], axis=1)
+        values = log_moments(np.concatenate([np.zeros(theta.shape), up, -down], axis=1) + theta)
+        k, above, below = values[:, :1], values[:, 1 : 1 + up.shape[1]], values[:, 1 + up.shape[1] :]
+        surplus = k - theta * around - math.log(level)
+        wrapped = 9.0 + np.maximum(0.0, surplus)
+        lasts = (above - math.log(subsampled._CUT * level)) / (theta + up)
+        t = theta + np.take_along_axis(up, lasts.argmin(1)[:, None], 1)
+        top = ((above - k + wrapped) / up).min(1, keepdims=True)
+        first = np.minimum(((k - below - wrapped) / down).max(1, keepdims=True), around - std)
+        last = np.maximum(np.maximum(lasts.min(1, keepdims=True), around + std), first + top - around)
+        return np.concatenate([first, last, surplus, theta, t], axis=1)
+
+    found = windows(theta, std, np.arange(len(n)))
+    # If rare large losses dominate, the saddle point weighs them so much that the window grows; a lower tilt helps.
+    long = np.flatnonzero((found[:, 1] - found[:, 0] > LONG_CELLS * fine[:, 0]) & np.isfinite(found).all(1))
+    for part in LOWER_TILTS if len(long) else ():
+        lower = part * theta[long]
+        other = windows(lower, np.maximum(np.sqrt(tilted(lower, long)[1]), 1e-12), long)
+        shorter = (other[:, 1] - other[:, 0] < found[long, 1] - found[long, 0]) & (other[:, 2] <= MOST_SURPLUS)
+        found[long[shorter]] = other[shorter]
+    first, last, surplus, theta, t = found.T[:, :, None]
     # The number of cells: a power of two, or 3/2 of one, so that few batches of curves are needed.
     length = np.maximum((last - first) / fine + 3, LEAST_CELLS)
     power = np.exp2(np.floor(np.log2(length)))
@@ -453,7 +470,9 @@ def _on_grids(batch: Batch, level: float, way: str, grids: _Grids, size: int) ->
         errors += times * (c / bound + 8 * unit) + 8 * unit
         n += times
     masses = scipy.fft.irfft(spectrum, size)
-    masses = np.take_along_axis(masses, (np.arange(size) - (shift - start)) % size, 1)
+    turns = ((start - shift) % size)[:, 0].tolist()
+    masses = np.concatenate([each for row, k in zip(masses, turns, strict=True) for each in (row[k:], row[:k])])
+    masses = masses.reshape(rows, size)
     lost = 2 * (np.exp(log_most) * (errors + c)).sum(1, keepdims=True) / size
     masses = np.maximum(masses, 0.0) + lost
     offset = h * (np.arange(size) - size // 2)

@@ -73,7 +73,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian, mome
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 13  # of the algorithm: cached results of other versions are not read
+VERSION = 14  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -362,29 +362,45 @@ def _factors(
     adjacency: Adjacency,
 ) -> list[float]:
     """As `scales`, of more than a few accounts."""
-    close, factors, known = tolerance(accounts), list[float](), list[tuple[float, float]]()
+    close, factors = tolerance(accounts), list[float]()
+    by_limit, by_moments = list[tuple[float, float]](), list[tuple[float, float]]()  # places, and ratios there
     hint: tuple[float, ...] = ()  # of accounts with epochs: where `_expected` begins, from the last one
     slope = 0.0  # of their search
     for (parts, mu), (_, _, epsilon) in zip(folded, accounts, strict=True):
         gaussian._check(epsilon=epsilon)
-        expected, epochs = 0.0, any(part.span for part in parts)
-        if parts and math.isfinite(epsilon):
-            guess = _expected(parts, mu, epsilon, delta, adjacency, *(hint if epochs else ()))
-            expected, hint = guess.factor, ()
-            if epochs and guess.close:
-                hint = expected / _limit_guess(parts, mu, adjacency, _allowed(epsilon, delta)), guess.slope
+        if not parts or math.isinf(epsilon):
+            factors.append(_search(parts, mu, epsilon, delta, adjacency, close, 0.0).factor)
+            continue
+        epochs = any(part.span for part in parts)
+        expected = _limit_guess(parts, mu, adjacency, _allowed(epsilon, delta))
         if not epochs:
-            start = float(f"{expected * _continued(known, expected):.6g}")
+            start = float(f"{expected * _continued(by_limit, expected):.6g}")
             found = _search(parts, mu, epsilon, delta, adjacency, close, start)
-        else:  # in the middle of the factors that are accepted, if the ratio is that of the last account
-            room = 0.5 * EPOCH_TOLERANCE * max(slope, _STEEP) / slope if slope else 0.0
-            start = float(f"{expected * (known[-1][1] if known else USUAL_RATIO) * (1 + room):.6g}")
-            found = _search(parts, mu, epsilon, delta, adjacency, EPOCH_TOLERANCE, start, slope)
-            slope = min(max(found.slope, -6.0), -0.5) if found.slope else slope
+            factors.append(found.factor)
+            if found.factor:
+                by_limit.append((expected, found.factor / expected))
+            continue
+        guess = _expected(parts, mu, epsilon, delta, adjacency, *hint)
+        hint = (guess.factor / expected, guess.slope) if guess.close else ()
+        # In the middle of the factors that are accepted, if the ratio is that of the last accounts.
+        room = 1 + (0.5 * EPOCH_TOLERANCE * max(slope, _STEEP) / slope if slope else 0.0)
+        moment = guess.factor if guess.close else 0.0
+        start = expected * (_continued(by_limit, expected) or 1.0)
+        if moment and _change(by_moments) <= _change(by_limit):
+            start = moment * (_continued(by_moments, moment) or USUAL_RATIO)
+        found = _search(parts, mu, epsilon, delta, adjacency, EPOCH_TOLERANCE, float(f"{start * room:.6g}"), slope)
+        slope = min(max(found.slope, -6.0), -0.5) if found.slope else slope
         factors.append(found.factor)
-        if expected and found.factor:
-            known.append((expected, (found.least if epochs else found.factor) / expected))
+        if found.least:
+            by_limit.append((expected, found.least / expected))
+        if found.least and moment:
+            by_moments.append((moment, found.least / moment))
     return factors
+
+
+def _change(known: Sequence[tuple[float, float]]) -> float:
+    """By how much the last two ratios differ; of less than two ratios 0."""
+    return abs(math.log(known[-1][1] / known[-2][1])) if len(known) > 1 else 0.0
 
 
 def _continued(known: Sequence[tuple[float, float]], place: float) -> float:
