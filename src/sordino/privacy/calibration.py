@@ -50,14 +50,13 @@ RISE = 0.003  # share by which coarse grids raise a factor at least
 TOGETHER = 8  # accounts with epochs whose pairs are computed at once
 GROUPED = 0.95  # of the largest factor: accounts that need less together are compared as one
 EPOCH_ACCOUNTS = 24  # with epochs, where every message is visible: each is searched by itself
-FEW_EPOCH_ACCOUNTS = 16  # the same if clients have more than so many epsilons: then searches help each other less
-MOST_EPSILONS = 4
-MOST_ACCOUNTS = 96  # the same without epochs: they are searched together
+MOST_ACCOUNTS = 128  # the same without epochs: they are searched together
 RATIO_STEPS = 2**40  # of ratios of sensitivity to noise, which are rounded up
 LOG_STEPS = 2**20  # of logarithms that are compared
 COMPARED = 256  # accounts that are compared with others at once
 NO_RELEASE = 0.1  # releases: what none counts for where accounts are compared
 ACCOUNT_MARGIN = 5e-4  # on the noise, for accounts that are not computed: their grids may err by more, by EXCESS
+EPOCH_MARGIN = 2e-3  # the same with epochs
 
 
 @memoised
@@ -288,9 +287,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         accounts = _largest(accounts)
         which = np.zeros(plan.clients, dtype=int)
     elif number > MOST_RATES:
-        most = MOST_ACCOUNTS // len(by_query)
-        if sampler_of(plan) is Sampler.ALLOCATION:
-            most = EPOCH_ACCOUNTS if len(set(epsilons.tolist())) <= MOST_EPSILONS else FEW_EPOCH_ACCOUNTS
+        most = EPOCH_ACCOUNTS if sampler_of(plan) is Sampler.ALLOCATION else MOST_ACCOUNTS // len(by_query)
         accounts, levels = _few_levels(accounts, np.bincount(which), most)
         which = levels[which]
     factors = np.ones(len(accounts))
@@ -305,7 +302,8 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
             from sordino.privacy.accounting import many
 
             factors = np.array(many.scales(needs, delta, adjacency))
-        factors = factors * (1 + ACCOUNT_MARGIN * (len(needs) < number))
+        margin = EPOCH_MARGIN if sampler_of(plan) is Sampler.ALLOCATION else ACCOUNT_MARGIN
+        factors = factors * (1 + margin * (len(needs) < number))
     return np.asarray(np.minimum(factors[which] * units, 1.0))
 
 

@@ -126,7 +126,7 @@ def _attendances(plan: Plan, stage: int, done: int | None = None) -> tuple[list[
     cohorts = _stage_cohorts(plan, stage, done)
     if plan.participation.kind == FULL:
         return [np.arange(len(cohorts))], np.zeros(plan.clients, dtype=int)
-    if plan.participation.kind == "cyclic":
+    if plan.participation.kind == "cyclic" and len(cohorts) >= plan.participation.amount:
         turns, start = int(plan.participation.amount), sum(plan.stage_rounds[:stage])
         patterns = [np.arange((k - start) % turns, len(cohorts), turns) for k in range(turns)]
         return patterns, np.arange(plan.clients) % turns
