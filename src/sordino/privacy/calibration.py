@@ -288,6 +288,7 @@ def _account_factor(plan: Plan, noises: list[QueryNoise], epsilons: np.ndarray, 
         which = np.zeros(plan.clients, dtype=int)
     elif number > MOST_RATES:
         most = EPOCH_ACCOUNTS if sampler_of(plan) is Sampler.ALLOCATION else MOST_ACCOUNTS // len(by_query)
+        most *= 1 if len(np.unique(epsilons)) == 1 else 2  # they differ in two ways
         accounts, levels = _few_levels(accounts, np.bincount(which), most)
         which = levels[which]
     factors = np.ones(len(accounts))
