@@ -33,3 +33,17 @@ def test_text_and_a_schema_exclude_each_other(tmp_path):
     schema = tmp_path / "schema.toml"
     schema.write_text("")
     assert main(["federate", "keys", "north", str(tmp_path / "n"), "--schema", str(schema), "--text", "body"]) == 2
+
+
+def test_a_client_array_of_a_site_does_not_decide_who_is_held_out(tmp_path):
+    """All records of a site are one client's: where one of them says another one in its file, no other may move."""
+    places = np.arange(40)
+
+    def tested(client):
+        np.savez(tmp_path / "data.npz", x=places[:, None] * [1.0, 2.0], y=places % 2, client=client)
+        config = SiteConfig(tmp_path, "north", "data.npz", 8.0, 1e-5, classes=("0", "1"))
+        return SiteData(config).load().tested.tolist()
+
+    wards = places // 10
+    expected = tested(wards)
+    assert all(tested(np.where(places == k, 3 - wards, wards)) == expected for k in range(0, 40, 3))

@@ -192,6 +192,7 @@ class SiteData:
             test_fraction=config.test_fraction,
             normalize=normalize,
             classes=config.classes,
+            by_client=False,  # all records are this site's; a client array of an .npz must not decide who is held out
             text=text_column(config, config.length),
         )
         return dataset._replace(schema=schema)
