@@ -17,6 +17,7 @@ from sordino.core import Unit
 from sordino.data import tables
 from sordino.data.arrays import unit_numbers
 from sordino.data.partition import split
+from sordino.data.readers import reader_of
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset, load
 from sordino.data.tables import Dialect
@@ -179,10 +180,12 @@ class _ArrayParts:
     suffix = ".npz"
 
     def __init__(self, data: str, label: str | None, count: int) -> None:
-        whole = load(data, label=label)
+        whole = load(data, label=label, by_client=False)
         self.whole = whole
         self.names, self.columns = _numbered(count), dict[str, str]()  # federation.toml names none
-        self.owner = split(whole, "dirichlet:5" if whole.classes else "iid", count, sizes="equal", seed=0)
+        # The sites' sizes are public: in a file, no label may decide them.
+        law = "dirichlet:5" if whole.classes and reader_of(Path(data)) is None else "iid"
+        self.owner = split(whole, law, count, sizes="equal", seed=0)
         self.shape: dict[str, Any] = {"features": whole.x_train.shape[1], "classes": whole.classes}
         self.described: dict[str, Any] = {"classes": whole.classes}
 
