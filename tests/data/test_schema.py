@@ -422,6 +422,23 @@ def test_wrong_cells_are_refused_by_the_column(column, cells, problem):
         Schema.of(VALUES).encode({**FRAME, column: cells})
 
 
+def test_a_missing_cell_does_not_change_how_long_codes_of_others_are_read():
+    """A data frame turns all codes of a column into floats where one is missing."""
+    pandas = pytest.importorskip("pandas")
+    codes = [1000000000000000, 7, 1234567890123456]
+    levels = {"type": "category", "levels": [str(code) for code in codes]}
+    schema = Schema.of({"target": {"column": "y", "levels": ["no", "yes"]}, "columns": {"code": levels}})
+    frame = pandas.DataFrame({"y": ["no", "yes", "no"], "code": codes})
+    blank = pandas.DataFrame({"y": ["no", "yes", "no"], "code": [*codes[:2], None]})
+    assert schema.encode(blank).x[:2].tolist() == schema.encode(frame).x[:2].tolist()
+    assert schema.encode(frame).x[:, :3].tolist() == np.eye(3).tolist()
+    frame["code"] = [900000000000207008, 7, 8]
+    schema.encode(frame)
+    frame.loc[2, "code"] = None
+    with pytest.raises(SordinoError, match=r"^data: column 'code' holds whole numbers of 16 digits and more as floats"):
+        schema.encode(frame)
+
+
 def test_a_missing_column_is_refused():
     with pytest.raises(SordinoError, match="lacks the column 'age'"):
         Schema.of(VALUES).encode({name: cells for name, cells in FRAME.items() if name != "age"})

@@ -931,6 +931,9 @@ class Schema:
         table = tables.of_frame(frame)
         needed = self.reads(target=target)
         tables.check_columns(table.column_names, list(needed), "data")
+        for name, kind in needed.items():
+            if kind != "number":
+                tables.check_digits(table.column(name), name)
         blocks = self.blocks
         x = np.empty((table.num_rows, sum(len(block.features) for block in blocks)), np.float32)
         for start in range(0, table.num_rows, CHUNK_RECORDS):  # temporary arrays stay small

@@ -41,6 +41,7 @@ SUFFIXES = (*TEXT_SUFFIXES, ".parquet", ".xlsx")
 MISSING = {"", "#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN", "<NA>", "N/A"}
 MISSING |= {"NA", "NULL", "NaN", "None", "n/a", "nan", "null"}
 BLOCK_BYTES = 2**22
+EXACT = 2.0**53  # whole numbers below it are exact as floats
 BYTE_ORDER_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
@@ -200,7 +201,8 @@ def numbers(column: Any, name: str, missing: Sequence[str] = ()) -> np.ndarray:
 
 
 def texts(column: Any, missing: Sequence[str] = ()) -> Any:
-    """A column as a pyarrow array of trimmed strings; missing cells are null. Whole numbers lose their '.0'."""
+    """A column as a pyarrow array of trimmed strings; missing cells are null. Whole numbers are spelt as such, because
+    a data frame turns them into floats where another cell is missing: 1000000000000000, and not 1e+15."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -209,10 +211,34 @@ def texts(column: Any, missing: Sequence[str] = ()) -> Any:
         column = column.cast(column.type.value_type)
     if pa.types.is_boolean(column.type):
         column = pc.if_else(column, "true", "false")
+    if pa.types.is_floating(column.type):
+        whole = pc.and_(pc.equal(pc.trunc(column), column), pc.less(pc.abs(column), EXACT))
+        column = pc.if_else(
+            whole, pc.if_else(whole, column, 0.0).cast(pa.int64()).cast(pa.string()), column.cast(pa.string())
+        )
     text = pc.utf8_trim_whitespace(column.cast(pa.string()))
     if missing:
         text = pc.if_else(pc.is_in(text, value_set=pa.array(list(missing), pa.string())), None, text)
     return text
+
+
+def check_digits(column: Any, name: str) -> None:
+    """Refuse floats that may have been other whole numbers, from 2^53 on.
+
+    A data frame makes floats of all codes of a column where one is missing, so that a missing cell of one record would
+    change the levels of others.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if (
+        pa.types.is_floating(column.type)
+        and pc.any(pc.and_(pc.is_finite(column), pc.greater_equal(pc.abs(column), EXACT))).as_py()
+    ):
+        raise SordinoError(
+            f"data: column '{name}' holds whole numbers of 16 digits and more as floats, which cannot keep all digits; "
+            "give it as text, or in pandas as Int64."
+        )
 
 
 def are_numbers(column: Any) -> bool:
