@@ -266,7 +266,7 @@ def test_the_name_of_a_client_decides_nothing_about_others_where_it_is_hidden(tm
     "spellings",
     [
         ["p1", "P1", " p1\t", "p\u200b1", "\ufeffp1", "\uff50\uff11"],
-        ["7", "007", "7.0", "+7"],
+        ["7", "007", "7.0", "+7", "\u0667", "\u06f7.0"],
         ["Mu\u0308ller", "M\u00fcller", "MÜLLER"],
     ],
 )

@@ -107,6 +107,14 @@ def test_no_name_of_a_person_or_client_changes_those_of_others(tmp_path, name, s
         assert before.max() == 19
 
 
+@pytest.mark.parametrize("name", ["8", "x"])
+def test_whether_all_names_are_numbers_does_not_decide_which_are_one(tmp_path, name):
+    """The mutant: where all are numbers, 7 in two kinds of digits is one client, and beside another name it is two."""
+    path = tmp_path / "t.csv"
+    path.write_text(f"x,y,who\n1,0,7\n2,1,\u0667\n3,0,{name}\n", encoding="utf-8")
+    assert unit_numbers(read_table(path, "y", "who").site).tolist() == [0, 0, 1]
+
+
 @pytest.mark.parametrize("last", ["2020-01-03 12:00", "hello", "12:00", "2020-01-03", "true"])
 def test_no_text_changes_how_others_are_spelt(tmp_path, last):
     """The mutant: where all texts are times, pyarrow reads them as such, and they gain seconds."""

@@ -86,9 +86,9 @@ def encode_labels(y: np.ndarray, y_test: np.ndarray | None) -> tuple[np.ndarray,
 def unit_numbers(names: np.ndarray) -> np.ndarray:
     """A number per record, equal for all records of a person or client, in the order in which these appear first.
 
-    Names that differ in case, spaces, invisible characters, the code points of a letter, or the spelling of a number
-    (7, 007, 7.0; 100000 and 1e+05, as R writes it; 0 and -0.0) are one unit. Where that takes two persons for one, both
-    are protected, as one unit; a person taken for two would be protected half.
+    Names that differ in case, spaces, invisible characters, the code points of a letter or digit, or the spelling of a
+    number (7, 007, 7.0; 100000 and 1e+05, as R writes it; 0 and -0.0) are one unit. Where that takes two persons for
+    one, both are protected, as one unit; a person taken for two would be protected half.
 
     >>> unit_numbers(np.array(["p7", "P7 ", "p8"])).tolist(), unit_numbers(np.array(["7", "007", "8.0"])).tolist()
     ([0, 0, 1], [0, 0, 1])
@@ -114,7 +114,8 @@ def numbers_of_pairs(clients: np.ndarray, persons: np.ndarray) -> np.ndarray:
 
 def _one_spelling(name: str) -> str:
     folded = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", name).casefold())
-    text = "".join(c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp"))
+    kept = (c for c in folded if unicodedata.category(c) not in ("Cc", "Cf", "Zs", "Zl", "Zp"))
+    text = "".join(str(unicodedata.decimal(c, c)) for c in kept)  # ٧ is 7
     number = re.fullmatch(r"([+-]?)(\d+)(?:\.(\d*))?(?:e\+(\d{1,4}))?", text)  # 12e5 may be a name
     return text if number is None else _one_number(*number.groups(default=""))
 
@@ -136,7 +137,7 @@ def plain_name(name: str) -> str:
     ('7', '7', 'P7')
     """
     text = name.strip()
-    if whole := re.fullmatch(r"\+?(\d+)(?:\.0*)?", text):
+    if whole := re.fullmatch(r"\+?([0-9]+)(?:\.0*)?", text):
         return whole[1].lstrip("0") or "0"
     return text
 

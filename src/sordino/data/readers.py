@@ -264,7 +264,7 @@ def _names(values: np.ndarray) -> np.ndarray:
     """Names of clients or persons: each is spelt by itself, and if all are whole numbers they are sorted as these."""
     distinct, index = np.unique(values, return_inverse=True)
     plain = np.array([plain_name(str(name)) for name in distinct])
-    if all(re.fullmatch(r"\d{1,18}", name) for name in plain):
+    if all(re.fullmatch(r"[0-9]{1,18}", name) for name in plain):
         plain = plain.astype(np.int64)
     return plain[index.reshape(-1)]
 
