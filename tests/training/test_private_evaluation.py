@@ -13,6 +13,7 @@ from sordino.core import Privacy, Trust
 from sordino.errors import OverspentError, SordinoError
 from sordino.evidence import public
 from sordino.evidence.ledger import Ledger
+from sordino.evidence.statement import issue
 from sordino.privacy import calibration, spending
 from sordino.training import metrics, private_evaluation, survival
 from sordino.training.evaluation_plan import Settings, choose_bins, plan_of
@@ -295,6 +296,21 @@ def test_a_person_at_two_clients_must_be_declared_in_an_evaluation(persons, tmp_
     assert noises[1] == pytest.approx(2**0.5 * noises[0]), "two releases see the person"
     said = "equal numbers at two clients are two persons"
     assert [any(said in fact for fact in prepared.assumptions) for prepared in (one, two)] == [True, False]
+
+
+def test_a_certificate_without_an_assumption_of_an_evaluation_is_found(persons, tmp_path):
+    place, _ = persons
+    assert evaluate(place, tmp_path / "e", "--person-ids", "per-client") == 0
+    assert public.unlisted_of_evaluation(tmp_path / "e" / "public") == []
+    path = tmp_path / "e" / "public" / "certificate.json"
+    whole = json.loads(path.read_text())
+    for words in whole["assumes"]:
+        cert, text = issue({**whole, "assumes": [each for each in whole["assumes"] if each != words]})
+        path.write_text(json.dumps(cert))
+        (path.parent / "statement.md").write_bytes(text.encode())
+        start = "Tuning: " if words.startswith("Tuning") else words
+        problems = verify_run(tmp_path / "e").problems
+        assert any("is missing: " + start in problem for problem in problems), words
 
 
 def test_a_model_of_numbers_without_a_range_is_refused(tmp_path):

@@ -238,11 +238,14 @@ EVALUATION: Mapping[str, str] = {  # evaluation.json, of `sordino evaluate`
 EVALUATION_SPEC: Mapping[str, str] = {  # spec.toml of an evaluation
     "evaluation": NAMES_ARE_PUBLIC,
     "model_sha256": HASH,
+    "schema_sha256": "Hash of the schema of the tables, which is public.",
     "label_unit": "Half of the public range of a quantity, the root of the public maximum of a count; 1 for others.",
     "intervals": "Of survival, the number of public intervals of time.",
     **dict.fromkeys(("bins", "threshold", "confidence", "epsilon", "delta", "unit", "adjacency", "trust"), SETTING),
     **dict.fromkeys(("dropouts", "colluders"), "Of a federation that adds up integers: a setting."),
-    **dict.fromkeys(("person_records", "person_clients", "person_choice"), "Where persons are protected: a setting."),
+    **dict.fromkeys(
+        ("person_records", "person_clients", "person_choice", "person_ids"), "Where persons are protected: a setting."
+    ),
 }
 EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluation
     "evaluation.json": EVALUATION,

@@ -44,7 +44,7 @@ from sordino.federation.witness import RECEIPTS, Receipts
 from sordino.foreign import printable
 from sordino.privacy import calibration, spending
 from sordino.privacy.mechanisms.random import Secure
-from sordino.training import evaluation_plan, noised_metrics
+from sordino.training import noised_metrics
 from sordino.training.artifacts import adapter_sha256, save_model
 from sordino.training.evaluate import (
     evaluate,
@@ -374,7 +374,7 @@ class Coordinator:
             return
         numbers = sorted(self.terms.names.index(name) for name in came)
         path = self.out / "model.safetensors"
-        found = agreed.store(out, total, numbers, path, evaluation_plan.assumptions(self.config.table_schema))
+        found = agreed.store(out, total, numbers, path)
         parts: dict[str, Any] = {key: part for key, part in found.items() if isinstance(part, dict)}
         parts |= {"constant_guess": found["constant_guess"], "doubt": noised_metrics.doubt(found)}
         self.tell("evaluation", came=came, epsilon=self.terms.evaluation, records=found["records"], **parts)

@@ -496,7 +496,7 @@ class SiteRun:
         out, limit = self.folder / "evaluation", self.site.config.evaluation_epsilon or self.terms.evaluation
         out.mkdir(mode=0o700, exist_ok=True)
         spec = self.evaluation.spec(sha256(self.folder / "model.safetensors"))
-        assumes = evaluation_plan.assumptions(self.site.config.table_schema)
+        assumes = evaluation_plan.assumptions(self.evaluation.settings)
         cert = self._certify(
             out,
             self.evaluation.plan,

@@ -79,7 +79,8 @@ class AgreedEvaluation:
                 "the tables by a schema whose target has a range, or remove evaluation_epsilon."
             )
         bins = evaluation_plan.choose_bins(task, terms.tests, privacy, intervals=intervals)
-        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit, intervals=intervals)
+        more: dict[str, Any] = {"intervals": intervals, "schema_sha256": terms.schema}
+        self.settings = Settings(task, bins, 0.5, privacy, label_unit=label_unit, **more)
         if terms.secure:
             self.settings = self.settings._replace(dropouts=terms.dropouts, colluders=terms.colluders)
 
@@ -126,7 +127,7 @@ class AgreedEvaluation:
             return message
         return encode_integers(self.plan, self.round_plan, mine, message, numbers, source)
 
-    def store(self, out: Path, aggregate: np.ndarray, came: Sequence[int], model: Path, assumes: list[str]) -> Any:
+    def store(self, out: Path, aggregate: np.ndarray, came: Sequence[int], model: Path) -> Any:
         """Write the coordinator's folder of the evaluation, and return the metrics."""
         found = evaluation_plan.measure(self.settings, self.plan, aggregate, came)
         found |= {"tally": np.asarray(aggregate, float).tolist(), "came": list(came)}
@@ -143,7 +144,7 @@ class AgreedEvaluation:
             metrics_sha256=sha256(out / EVALUATION_FILE),
             names=self.terms.names,
             execution=carried_out(self.plan.clients),
-            assumes=[DRAWN, *assumes],
+            assumes=[DRAWN, *evaluation_plan.assumptions(self.settings)],
         )
         cert, text = issue(cert)
         files.write(out / "statement.md", text.encode())

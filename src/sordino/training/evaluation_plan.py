@@ -28,6 +28,7 @@ from sordino.training import noised_metrics
 from sordino.training.folder import EVALUATION_FILE
 from sordino.training.metrics import Task
 from sordino.training.noised_metrics import Released
+from sordino.training.spec import OWN_IDS, PERSON_IDS
 
 # Bins that the noise on one share allows: more of them make the AUC noisier, fewer make its bins coarser.
 BINS_BY_NOISE = ((0.0005, 64), (0.004, 32))
@@ -47,6 +48,8 @@ class Settings(NamedTuple):
     intervals: int = 0  # of time, where the model is one of survival
     dropouts: int | None = None  # of a federation that adds up integers under masks
     colluders: int | None = None
+    schema_sha256: str = ""  # of the schema of the tables, where there is one
+    own_ids: bool = False  # whether each client numbers its persons by itself
 
     def toml(self, model_sha256: str) -> str:
         """The content of the evaluation's spec.toml."""
@@ -67,6 +70,10 @@ class Settings(NamedTuple):
             values["intervals"] = self.intervals
         if privacy.unit is Unit.PERSON:
             values |= {key: getattr(privacy, key) for key in PERSON_KEYS}
+        if self.own_ids:
+            values["person_ids"] = PERSON_IDS[1]
+        if self.schema_sha256:
+            values["schema_sha256"] = self.schema_sha256
         masked = {"dropouts": self.dropouts, "colluders": self.colluders}
         return tomli_w.dumps(values | {key: value for key, value in masked.items() if value is not None})
 
@@ -80,6 +87,8 @@ class Settings(NamedTuple):
             numbers = int(values["bins"]), float(values["threshold"])
             found = Settings(Task(values[EVALUATION]), *numbers, Privacy(**promise), float(values["confidence"]))
             found = found._replace(label_unit=float(values["label_unit"]), intervals=int(values.get("intervals", 0)))
+            own_ids = values.get("person_ids", PERSON_IDS[0]) == PERSON_IDS[1]
+            found = found._replace(schema_sha256=str(values.get("schema_sha256", "")), own_ids=own_ids)
             if "dropouts" not in values:
                 return found
             return found._replace(dropouts=int(values["dropouts"]), colluders=int(values["colluders"]))
@@ -187,13 +196,14 @@ def measure(settings: Settings, plan: Plan, aggregate: np.ndarray, came: Sequenc
     }
 
 
-def assumptions(schema: Any) -> list[str]:
+def assumptions(settings: Settings) -> list[str]:
     """What the certificate of an evaluation assumes beside what its plan assumes."""
     facts = [
         "The model is public. If these records were also used for training, what training revealed of them adds up "
         "with this."
     ]
-    return [*facts, *([assumption(schema.sha256())] if schema is not None else [])]
+    facts += [assumption(settings.schema_sha256)] if settings.schema_sha256 else []
+    return [*facts, *([OWN_IDS] if settings.own_ids else [])]
 
 
 def rebuilt(values: Mapping[str, Any], sizes: Sequence[int], found: Mapping[str, Any]) -> tuple[Plan, dict[str, Any]]:

@@ -43,7 +43,7 @@ from sordino.training.folder import EVALUATION_FILE, NAMED, RunFolder, shown_nam
 from sordino.training.metrics import Task
 from sordino.training.predict import LoadedRun, load_run
 from sordino.training.shared_ledger import SharedLedger
-from sordino.training.spec import OWN_IDS, PERSON_IDS
+from sordino.training.spec import PERSON_IDS
 from sordino.version import __version__
 
 # ------------------------------------------------------------------------------------------------------ one evaluation
@@ -65,8 +65,7 @@ class PreparedEvaluation:
 
     @property
     def assumptions(self) -> list[str]:
-        own = self.plan.privacy.unit is Unit.PERSON and self.units.endswith(f" {PERSON_IDS[1]}")
-        return [*assumptions(self.run.schema), *([OWN_IDS] if own else [])]
+        return assumptions(self.settings)
 
 
 def prepare(
@@ -160,6 +159,9 @@ def prepare(
     bins = choose_bins(task, records.sizes, privacy, threshold, intervals) if bins is None else bins
     unit = 1.0 if run.schema is None else run.schema.unit
     settings = Settings(task, bins, threshold, privacy, confidence, unit, intervals)
+    schema_sha256 = "" if run.schema is None else run.schema.sha256()
+    own_ids = who is not None and person_ids == PERSON_IDS[1]
+    settings = settings._replace(schema_sha256=schema_sha256, own_ids=own_ids)
     path = Path(model)
     file = RunFolder.find(path).named(path, "model.safetensors")
     return PreparedEvaluation(

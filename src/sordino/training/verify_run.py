@@ -238,7 +238,12 @@ def answers_of(cert: dict[str, Any], plan: Plan) -> tuple[tuple[Answer, ...], ..
 
 def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
     """Compare with the certificate that the plan of an evaluation has, and the metrics with their noised counts."""
-    from sordino.training.evaluation_plan import Settings, plan_of, rebuilt  # here: other certificates need no torch
+    from sordino.training.evaluation_plan import (
+        Settings,
+        assumptions,
+        plan_of,
+        rebuilt,
+    )  # here: other certificates need no torch
 
     known = path.is_file()
     if not known and "site" not in cert:  # a site knows its own counts alone, and no metrics
@@ -250,11 +255,16 @@ def _against_evaluation(cert: dict[str, Any], values: Mapping[str, Any], path: P
         sizes = sizes_of(cert) or ()
         plan, metrics = rebuilt(values, sizes, found) if known else (plan_of(Settings.of(values), sizes), {})
         fresh = source(0 if cert["noise_source"] == "seeded" else None)
-        again = certificate(plan, fresh, version=cert["sordino"], execution=cert["execution"])
+        assumes = assumptions(Settings.of(values))
+        again = certificate(plan, fresh, version=cert["sordino"], execution=cert["execution"], assumes=assumes)
     except (SordinoError, ValueError) as error:
         yield f"no plan follows from spec.toml and {path.name} ({error})"
         return
-    yield from differences({**cert, "assumes": again["assumes"]}, again)
+    yield from differences({**cert, "assumes": again["assumes"]}, again)  # of a federation there are more
+    if cert["code_sha256"] == code_sha256():
+        for words in assumes:
+            if words not in cert["assumes"]:
+                yield f"an assumption that follows from spec.toml is missing: {words}"
     if known and list(_differ("metrics", found, json.loads(json.dumps(metrics)))):
         yield f"the metrics in {path.name} do not follow from the noised counts in it"
 
