@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +50,13 @@ def read_toml(path: str | Path, what: str = "spec") -> dict[str, Any]:
         raise SordinoError(f"{what}: '{path}' is a directory; name a TOML file.") from None
     except PermissionError:
         raise SordinoError(f"{what}: this user cannot read '{path}'; change its permissions.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise SordinoError(f"{what}: '{path}' is not TOML ({error}).") from None
+    except UnicodeDecodeError as error:
+        raise SordinoError(f"{what}: '{path}' is not TOML ({error}); save it as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        where = re.search(r"line (\d+)", str(error))
+        line = Path(path).read_text(encoding="utf-8").split("\n")[int(where[1]) - 1] if where else ""
+        hint = "; a name with other characters than A-Z, a-z, 0-9, _ and - needs quotes" * line.startswith("[")
+        raise SordinoError(f"{what}: '{path}' is not TOML ({error}{hint}).") from None
 
 
 def parse_setting(text: str) -> tuple[str, Any]:

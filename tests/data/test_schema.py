@@ -623,6 +623,45 @@ def test_unknown_levels_end_no_run_and_are_counted_for_the_owner(tmp_path, capsy
     assert "any other level counts as missing" in says["dose"]
 
 
+def test_codes_that_a_frame_wrote_as_floats_are_their_levels(tmp_path):
+    columns = {
+        "ward": {"type": "category", "levels": [1, 2, "3.0"]},
+        "smoker": {"type": "boolean"},
+    }
+    schema = Schema.of({"columns": columns, "target": {"column": "y", "levels": [0, 1]}})
+    heading = "ward,smoker,y\n"
+    plain = schema.open(write(tmp_path, heading + "1,1,0\n2,0,1\n3.0,,1\n3,0,0\n"))
+    (tmp_path / "f.csv").write_text(heading + "1.0,1.0,0.0\n2.00,0.0,1.0\n3.0,,1.0\n3,0,0\n")
+    floats = schema.open(tmp_path / "f.csv")
+    assert np.array_equal(floats.x, plain.x)
+    assert np.array_equal(floats.y, plain.y)
+    assert floats.x[2, 2] == 1, "a level that is spelt 3.0 is found as it is spelt"
+    assert floats.x[3, 3] == 1, "3 is not the level 3.0"
+    assert schema.unlisted(tmp_path / "f.csv") == {"ward": {"3": 1}}
+
+
+def test_the_owner_sees_which_cells_end_a_run(tmp_path, capsys):
+    columns = {"smoker": {"type": "boolean"}}
+    schema = Schema.of({"columns": columns, "target": {"column": "y", "levels": ["well", "ill"]}})
+    (tmp_path / "s.toml").write_text(schema.toml())
+    path = write(tmp_path, "smoker,y\nYES,well\nnope,il\nno,ill\n")
+    with pytest.raises(SordinoError):
+        schema.open(path)
+    assert main(["schema", "check", str(tmp_path / "s.toml"), str(path)]) == 2
+    told = capsys.readouterr()
+    out = " ".join(told.out.split())
+    assert "unlisted smoker: 1 cell is none of its levels (nope 1); each ends a run." in out
+    assert "unlisted y: 1 cell is none of its levels (il 1); each ends a run." in out
+    assert "add the word to true or false" in told.err
+    assert "nope" not in told.err
+
+
+def test_a_heading_of_toml_that_needs_quotes_is_said_so(tmp_path):
+    (tmp_path / "s.toml").write_text('[columns.größe]\ntype = "drop"\n', encoding="utf-8")
+    with pytest.raises(SordinoError, match=r"line 1, column 12.; a name with other characters .* needs quotes"):
+        Schema.read(tmp_path / "s.toml")
+
+
 def test_a_draft_with_the_columns_of_target_and_client_kept_says_what_to_remove(tmp_path):
     text, _ = draft(write(tmp_path, "age,ward,died\n93,rare,true\n"))
     assert "# Remove [columns.NAME] of the target, the client and the person" in text

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sordino import files
 from sordino.cli.show import add_json, check_json, command, console, emit, say, steps, table
 from sordino.errors import SordinoError, count
 from sordino.foreign import printable
+
+if TYPE_CHECKING:
+    from sordino.data.schema import Schema
 
 MOST_CELLS, MOST_LETTERS = 5, 40  # of cells that are none of a column's levels, and of each
 
@@ -105,7 +109,13 @@ def _check(arguments: argparse.Namespace) -> int:
         if not path.is_file():
             raise SordinoError(f"data: there is no file '{path}'; check the path.")
         read = schema.at_its_widest if schema.unknown else schema
-        constant, unlisted = read.constant(read.open(path)), read.unlisted(path)
+        try:
+            constant, unlisted = read.constant(read.open(path)), read.unlisted(path)
+        except SordinoError:
+            if arguments.json is None:
+                with suppress(SordinoError):  # say which cells before what is wrong with them
+                    _list(schema, read.unlisted(path))
+            raise
     document = {
         "features": schema.features,
         "columns": [{"column": n, "becomes": says, "features": made} for n, says, made in schema.explain()],
@@ -140,13 +150,7 @@ def _check(arguments: argparse.Namespace) -> int:
             )
         if arguments.file:
             page.print(f"fits       {arguments.file}: every column is there and every cell can be read", markup=False)
-        for name, cells in unlisted.items():
-            column: Any = schema.columns[name]
-            some = ", ".join(f"{printable(cell, MOST_LETTERS)} {n:,}" for cell, n in [*cells.items()][:MOST_CELLS])
-            more = f" and {len(cells) - MOST_CELLS:,} others" if len(cells) > MOST_CELLS else ""
-            total = count(sum(cells.values()), "cell is none of its levels", "cells are none of its levels")
-            said = escape(f"{name}: {total} ({some}{more}); each {column.unlisted}.")
-            page.print(f"[bold yellow]unlisted[/]   {said} (This line comes from the records: do not publish it.)")
+        _list(schema, unlisted)
         if constant:
             page.print(
                 f"[bold yellow]constant[/]   {escape(', '.join(constant))}: every record becomes the same. Are the "
@@ -154,3 +158,16 @@ def _check(arguments: argparse.Namespace) -> int:
                 "publish it.)",
             )
     return 0
+
+
+def _list(schema: Schema, unlisted: dict[str, dict[str, int]]) -> None:
+    """Show the owner of the records which cells are none of the levels or words of their columns."""
+    from rich.markup import escape
+
+    for name, cells in unlisted.items():
+        column: Any = schema.columns.get(name) or schema.target
+        some = ", ".join(f"{printable(cell, MOST_LETTERS)} {n:,}" for cell, n in [*cells.items()][:MOST_CELLS])
+        more = f" and {len(cells) - MOST_CELLS:,} others" if len(cells) > MOST_CELLS else ""
+        total = count(sum(cells.values()), "cell is none of its levels", "cells are none of its levels")
+        said = escape(f"{name}: {total} ({some}{more}); each {column.unlisted}.")
+        console().print(f"[bold yellow]unlisted[/]   {said} (This line comes from the records: do not publish it.)")

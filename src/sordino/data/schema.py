@@ -295,11 +295,12 @@ class Boolean:
         return Number(range=(0, 1), indicator=self.indicator).features(name)
 
     def encode(self, column: Any, name: str, missing: Sequence[str], out: np.ndarray) -> None:
-        index = level_index(column, [word.lower() for word in (*self.false, *self.true)], missing, lower=True)
+        index = level_index(column, self.words, missing, lower=True)
         if (index == OTHER_LEVEL).any():
             raise SordinoError(
                 f"data: column '{name}' holds a cell that is neither among its words for true and false nor missing; "
-                "add the word to true or false of the column in the schema, or to missing."
+                "add the word to true or false of the column in the schema, or to missing "
+                "(sordino schema check shows it)."
             )
         values = np.where(index < 0, np.nan, (index >= len(self.false)).astype(np.float64))
         fill = 0.5 if self.fill is None else float(self.fill)
@@ -308,6 +309,16 @@ class Boolean:
 
     def says(self) -> str:
         return f"{self.true[0]} becomes 1, {self.false[0]} becomes 0"
+
+    @property
+    def words(self) -> list[str]:
+        """The words for false, then those for true, in lower case."""
+        return [word.lower() for word in (*self.false, *self.true)]
+
+    @property
+    def unlisted(self) -> str:
+        """What a cell that is none of the words becomes, for people."""
+        return "ends a run"
 
 
 @dataclass(frozen=True)
@@ -392,6 +403,8 @@ def _missing(number: int, column: str) -> str:
 def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lower: bool = False) -> np.ndarray:
     """The index of each cell's level; -1 where it is missing, -2 where it is none of them.
 
+    A cell like 3.0 or 3,0 that is no level itself is the level 3: a frame with a missing cell writes its codes so.
+
     lower: compare in lower case.
     """
     import pyarrow as pa
@@ -407,7 +420,9 @@ def level_index(column: Any, levels: Sequence[Any], missing: Sequence[str], lowe
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
     text = tables.texts(column, missing)
     text = pc.utf8_lower(text) if lower else text
-    places = pc.index_in(text, value_set=pa.array([_spelt(level) for level in levels], pa.string()))
+    spelt = pa.array([_spelt(level) for level in levels], pa.string())
+    whole = pc.replace_substring_regex(text, r"^(-?[0-9]+)[.,]0+$", r"\1")
+    places = pc.coalesce(pc.index_in(text, value_set=spelt), pc.index_in(whole, value_set=spelt))
     index = np.asarray(pc.fill_null(places, OTHER_LEVEL).to_numpy(zero_copy_only=False), np.int64)
     blank = np.asarray(pc.is_null(text).to_numpy(zero_copy_only=False), bool)
     return np.where(blank, MISSING_LEVEL, index)
@@ -494,6 +509,16 @@ class Target:
             )
 
     @property
+    def spelt(self) -> list[str]:
+        """Of classes, how a cell may spell a level."""
+        return [*self.levels, *self.recode]
+
+    @property
+    def unlisted(self) -> str:
+        """What a cell that spells no level becomes, for people."""
+        return "ends a run"
+
+    @property
     def reads(self) -> dict[str, str]:
         """The columns that are read, each as `number` or `level`."""
         if self.event is not None:
@@ -527,14 +552,15 @@ class Target:
                 return np.asarray(np.minimum(values, self.maximum or 0), np.float32)
             assert self.range is not None
             return np.asarray(np.clip(values, *self.range), np.float32)
-        spelt = [*self.levels, *self.recode]
+        spelt = self.spelt
         index = level_index(column, spelt, missing)
         if blank := int((index == MISSING_LEVEL).sum()):
             raise self._absent(blank, self.column)
         if other := int((index == OTHER_LEVEL).sum()):
             raise SordinoError(
                 f"target: {count(other, 'cell')} of column '{self.column}' {'is' if other == 1 else 'are'} none of the "
-                f"levels {', '.join(spelt[:8])}; add what is said there to levels, or map it to one with recode."
+                f"levels {', '.join(spelt[:8])}; add what is said there to levels, or map it to one with recode "
+                "(sordino schema check shows it)."
             )
         position = [*range(len(self.levels)), *(self.levels.index(level) for level in self.recode.values())]
         return np.take(np.asarray(position, np.int64), index)
@@ -971,7 +997,7 @@ class Schema:
         return [name for name, own in by_column.items() if own and not varies & {*own}]
 
     def unlisted(self, path: Path) -> dict[str, dict[str, int]]:
-        """Per category and ordinal, the cells of a file that are none of its levels, the most frequent first.
+        """Per column with levels or words, the cells of a file that are none of these, the most frequent first.
 
         Args:
             path: The table.
@@ -982,19 +1008,25 @@ class Schema:
         """
         import pyarrow.compute as pc
 
-        listed = {
-            name: set(map(_spelt, column.levels))
-            for name, column in self.columns.items()
-            if isinstance(column, Category | Ordinal)
-        }
+        listed: dict[str, tuple[Sequence[Any], bool]] = {}
+        for name, column in self.columns.items():
+            if isinstance(column, Category | Ordinal):
+                listed[name] = column.levels, False
+            elif isinstance(column, Boolean):
+                listed[name] = column.words, True
+        if self.target is not None and self.target.task == "classes":
+            listed[self.target.column] = self.target.spelt, False
         if not listed:
             return {}
         table = tables.open_table(path, self.dialect, types=dict.fromkeys(listed, "level"), missing=self.missing)
         found = {}
-        for name, levels in listed.items():
-            cells = pc.value_counts(tables.texts(table.column(name), self.missing)).to_pylist()
-            others = {c["values"]: c["counts"] for c in cells if c["values"] is not None and c["values"] not in levels}
-            if others:
+        for name, (levels, lower) in listed.items():
+            counted = pc.value_counts(tables.texts(table.column(name), self.missing))
+            cells, counts = counted.field("values"), counted.field("counts").to_pylist()
+            other = level_index(cells, levels, self.missing, lower) == OTHER_LEVEL
+            if others := {
+                cell: n for cell, n, is_other in zip(cells.to_pylist(), counts, other, strict=True) if is_other
+            }:
                 found[name] = dict(sorted(others.items(), key=lambda each: (-each[1], each[0])))
         return found
 
