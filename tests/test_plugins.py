@@ -208,7 +208,12 @@ def stepwise(*, unit="record", clip: float = 1.0):
 
 from sordino.methods import MethodEntry
 ENTRY = MethodEntry(stepwise, "example", "no paper")
+def without_arguments():
+    return nn.Linear(64, 3)
+
+
 number = 3
+module = nn.Linear(64, 3)
 """
 
 
@@ -295,7 +300,9 @@ def test_a_file_cannot_name_code(own, capsys):
         ("text", "builds a str; return a torch.nn.Module, or a pair"),
         ("number", "is a int; name a function that builds a module"),
         ("named_otherwise", "is called with `features` and `classes`.*'outputs' has none. Rename it"),
-        ("absent", "cannot be imported .* check the names of module and function"),
+        ("absent", "^model: 'own_nets:absent' cannot be imported .* check the names of module and function"),
+        ("module", "is a Linear; name a function that builds a module"),
+        ("without_arguments", "cannot be built .*It is called with features and classes"),
     ],
 )
 def test_own_code_is_refused_as_in_python(own, function, message):

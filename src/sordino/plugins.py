@@ -87,11 +87,11 @@ class Plugin(NamedTuple):
             _loaded[self.name] = self
             return loaded
         except Exception as error:
-            remedy = "check the names of module and function" if self.own else "update or uninstall the package"
-            raise SordinoError(
-                f"{self.group}: '{self.name}' of {self.about} cannot be imported ({type(error).__name__}: {error}); "
-                f"{remedy}."
-            ) from error
+            what, remedy = f"{self.group}: '{self.name}' of {self.about}", "update or uninstall the package"
+            if self.own:
+                what = f"model: '{self.name}'"
+                remedy = "check the names of module and function, as in mynets:build for build in mynets.py"
+            raise SordinoError(f"{what} cannot be imported ({type(error).__name__}: {error}); {remedy}.") from error
 
     def sha256(self) -> str:
         """A hash of the names and contents of all files in the package (or of the one module) of the entry point."""

@@ -123,9 +123,11 @@ def test_rules_that_return_something_else_are_told_what_to_return(engine, trust)
     (stage,) = built.stages
     silent = stage._replace(local=Local(lambda *_: None))
     stepping = stage._replace(rule=stage.rule._replace(update=lambda g, state, theta, t: -g))
+    short = stage._replace(rule=stage.rule._replace(update=lambda g, state, theta, t: (-g[..., :1], state)))
     for wrong, why in (
         (silent, "message: compute returned None"),
         (stepping, r"update: .* must return \(step, state\)"),
+        (short, r"update: the step has the shape \(1,\), and the model \(8,\)"),
     ):
         plan = plan_for(records, built._replace(stages=(wrong,)), trust=trust)
         with pytest.raises(SordinoError, match=why):

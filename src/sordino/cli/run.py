@@ -44,7 +44,7 @@ RUN_FLAGS = (
         "model",
         "auto (linear), mlp, cnn, minilm-lora, causal-lora …, or your own: package.module:build (docs/deep.md)",
     ),
-    ("--method", "method", "see 'sordino methods' (default: auto, for linear models)"),
+    ("--method", "method", "see 'sordino methods' (default: auto)"),
     ("--epsilon", "epsilon", "privacy budget (default: 8); inf trains without noise"),
     ("--delta", "delta", "slack of the guarantee (default: 1e-5)"),
     ("--unit", "unit", "record, person or client (default: person with a person column, else record)"),

@@ -122,6 +122,11 @@ def update(rule: Rule, aggregate: Tree, state: Tree, theta: Tensor, t: int) -> t
             f"update: a rule's update must return (step, state), not a {type(result).__name__}; without a state return "
             "(step, ())."
         )
+    if result[0].shape[-1:] != theta.shape[-1:]:
+        raise SordinoError(
+            f"update: the step has the shape {tuple(result[0].shape)}, and the model {tuple(theta.shape)}; return one "
+            "number for each of the model's."
+        )
     return result
 
 

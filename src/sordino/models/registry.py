@@ -96,11 +96,13 @@ def entry(name: str) -> ModelEntry:
             f"run `sordino check {name}`."
         )
     if plugin is None:
-        raise SordinoError(f"model: '{name}' is unknown.{nearest(name, [*REGISTRY, *plugins.found(plugins.MODELS)])}")
+        own = " Code of your own is named as module:function, such as mynets:build." if "." in name else ""
+        names = [*REGISTRY, *plugins.found(plugins.MODELS)]
+        raise SordinoError(f"model: '{name}' is unknown.{own or nearest(name, names)}")
     loaded = plugin.load()
     if plugin.own and _builds_a_method(loaded):
         raise SordinoError(plugins.not_registered(name))
-    if not isinstance(loaded, ModelEntry) and not callable(loaded):
+    if isinstance(loaded, torch.nn.Module) or not (isinstance(loaded, ModelEntry) or callable(loaded)):
         raise SordinoError(f"model: '{name}' is a {type(loaded).__name__}; name a function that builds a module.")
     known = loaded if isinstance(loaded, ModelEntry) else ModelEntry(loaded, f"from {plugin.about}")
     for option, about in known.options.items():
@@ -176,7 +178,10 @@ def _external(name: str, features: int, make: Callable[[], Any], seed: int, auto
     except SordinoError:
         raise
     except Exception as error:
-        raise SordinoError(f"model: '{name}' cannot be built ({type(error).__name__}: {error}).") from error
+        raise SordinoError(
+            f"model: '{name}' cannot be built ({type(error).__name__}: {error}). It is called with features and "
+            "classes."
+        ) from error
     model, shape = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
     if isinstance(model, torch.nn.Module):
         model = TorchModel(model, shape=shape if shape is None else tuple(shape), autocast=autocast)
