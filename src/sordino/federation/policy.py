@@ -61,7 +61,8 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
     rules = (
         (
             terms.schema == schema_hash(config.table_schema),
-            "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same",
+            "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same; "
+            "compare the two files",
         ),
         (terms.found == counting.found_in(config.table_schema),
          "the terms say of other parts of the schema that noised counts found them"),

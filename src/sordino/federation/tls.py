@@ -285,7 +285,7 @@ def read(path: Path) -> list[x509.Certificate]:
       SordinoError: the file cannot be read, or is not a certificate.
     """
     if not (found := _parsed(path)):
-        raise SordinoError(f"'{path}' is not a certificate in PEM form; copy it again.")
+        raise SordinoError(f"'{path}' is not a certificate in PEM form; copy it from the coordinator again.")
     return found
 
 
