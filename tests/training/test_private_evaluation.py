@@ -298,6 +298,20 @@ def test_a_person_at_two_clients_must_be_declared_in_an_evaluation(persons, tmp_
     assert [any(said in fact for fact in prepared.assumptions) for prepared in (one, two)] == [True, False]
 
 
+def test_an_id_that_another_client_has_too_moves_no_rows_of_others(persons, tmp_path):
+    """The place of a record rounds its score, and the last bit of a score may be another bin."""
+    place, _ = persons
+
+    def rows(last):
+        people = [("h0", "a"), ("h0", "b"), ("h1", "c"), ("h1", last)]
+        lines = [f"{30 + k},5,yes,{hospital},{who}" for k, (hospital, who) in enumerate(people)]
+        (tmp_path / "t.csv").write_text("\n".join(["age,dose,died,hospital,patient", *lines]) + "\n")
+        prepared = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_ids="per-client")
+        return prepared.records.x.tolist()
+
+    assert rows("a") == rows("d")
+
+
 def test_a_certificate_without_an_assumption_of_an_evaluation_is_found(persons, tmp_path):
     place, _ = persons
     assert evaluate(place, tmp_path / "e", "--person-ids", "per-client") == 0

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from sordino.core import Adjacency, Privacy, Trust, Unit
-from sordino.data.arrays import unit_numbers
+from sordino.data.arrays import numbers_of_pairs, unit_numbers
 from sordino.data.identity import records_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.records import Records, check_person_clients
@@ -145,6 +145,8 @@ def prepare(
         who = unit_numbers(who)
         if person_ids == "global":
             check_person_clients(sites, who, person_clients)
+        else:  # else an id that another client has too would move the rows of others
+            who = numbers_of_pairs(sites, who)
     records = Records.of(
         x,
         y,
