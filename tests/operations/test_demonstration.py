@@ -5,6 +5,7 @@ import pytest
 
 pytest.importorskip("flwr", reason="needs sordino[flower]")
 
+from sordino.data.schema import Schema
 from sordino.operations.demonstration import prepare
 
 
@@ -25,3 +26,19 @@ def test_no_label_and_no_client_decides_where_other_records_are(tmp_path):
         here = np.arange(60) == k
         assert parts(tmp_path / f"label{k}", np.where(here, (k + 1) % 3, y), client) == expected
         assert parts(tmp_path / f"client{k}", y, np.where(here, 3 - client, client)) == expected
+
+
+def test_an_id_of_one_client_does_not_decide_who_is_tested_at_others(tmp_path):
+    """Sites cannot compare ids: where a person is at one client, equal ids at two are two persons."""
+    schema = {"target": {"column": "y", "levels": ["0", "1"]}, "columns": {"x": {"type": "number", "range": [0, 60]}}}
+    (tmp_path / "schema.toml").write_text(Schema.of({**schema, "client": "where", "person": "who"}).toml())
+
+    def tested(folder, who):
+        folder.mkdir()
+        rows = [f"{k},{k % 2},c{k // 20},{who if k == 59 else f'p{k}'}" for k in range(60)]
+        (folder / "t.csv").write_text("\n".join(["x,y,where,who", *rows]) + "\n")
+        prepare(folder / "f", spec={}, data=str(folder / "t.csv"), schema=tmp_path / "schema.toml")
+        lines = (folder / "f" / "coordinator" / "test.csv").read_text().splitlines()
+        return [line.partition(",")[0] for line in lines]
+
+    assert tested(tmp_path / "0", "new") == tested(tmp_path / "1", "p7")

@@ -15,7 +15,7 @@ import numpy as np
 from sordino import files
 from sordino.core import Unit
 from sordino.data import tables
-from sordino.data.arrays import unit_numbers
+from sordino.data.arrays import numbers_of_pairs, unit_numbers
 from sordino.data.partition import split
 from sordino.data.readers import reader_of
 from sordino.data.schema import Schema
@@ -168,7 +168,7 @@ def _divided(
     if schema is not None and columns.named:
         raise SordinoError(f"{next(iter(columns.named))}: the schema says what every column is; leave it out.")
     if schema is not None:
-        return _SchemaParts(Path(data).expanduser(), schema, count)
+        return _SchemaParts(Path(data).expanduser(), schema, count, values.get("person_clients", 1) == 1)
     if columns.text is not None or columns.prompt is not None:
         return _TextParts(data, columns, values, _checked(SITES if count is None else count))
     return _ArrayParts(data, columns.label, _checked(SITES if count is None else count))
@@ -248,7 +248,8 @@ class _TextParts(_Rows):
 class _SchemaParts(_Rows):
     """Rows of a table with a schema, divided by its client column, or at random."""
 
-    def __init__(self, path: Path, schema: Path, count: int | None) -> None:
+    def __init__(self, path: Path, schema: Path, count: int | None, own_ids: bool) -> None:
+        """own_ids: equal ids of persons at two clients are two persons."""
         self.schema = Schema.read(schema)
         if tables.suffix_of(path) not in tables.SUFFIXES or not path.is_file():
             raise SordinoError(f"data: '{path}' is not a table; a schema describes {', '.join(tables.SUFFIXES)} files.")
@@ -266,6 +267,8 @@ class _SchemaParts(_Rows):
                 )
             if not all(SITE_NAME.fullmatch(name) for name in self.names):
                 self.names = _numbered(len(clients))
+            if own_ids and encoded.person is not None:  # else an id of one client would decide who is tested at others
+                whom = numbers_of_pairs(self.owner, whom)
         else:
             count = _checked(SITES if count is None else count)
             self.names = _numbered(count)
