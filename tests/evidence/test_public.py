@@ -234,6 +234,7 @@ def test_every_line_on_the_console_is_listed(files, tmp_path, capsys, monkeypatc
         words = [word.replace("=FOLDER", f"={files / 'gpt2'}") for word in words]
         words = [word.replace("poisson:60", "poisson:200") for word in words]
         words += ["--ledger", str(tmp_path / "l.db")] if name == "record" else []
+        words += ["--epsilon", "12"] if name == "quantity" else []
         words += [] if name == "intervals" else ["--method", "dp-fedgd", "--rounds", "3"]
         assert main(["run", *words, "--out", str(tmp_path / name)]) == 0
         captured = capsys.readouterr()

@@ -510,6 +510,7 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
     """Warnings about the model and the settings, and what could be better."""
     from sordino.core import Kind, answers
     from sordino.evidence.certificate import ranges
+    from sordino.evidence.statement import WEAK
     from sordino.privacy import calibration
     from sordino.training.evaluate import beats_constant_guess, hardly_better, no_better
     from sordino.training.private_statistics import rough
@@ -523,6 +524,11 @@ def _remarks(prepared: Any, cert: dict[str, Any], measured: dict[str, Any], scor
         yield (
             f"WARNING: the test records do not show that the model is better than a constant guess: {chance}. "
             f"{remedy(prepared)}"
+        )
+    if cert["certified"] and cert["epsilon"] > WEAK:
+        yield (
+            f"WARNING: ε = {cert['epsilon']:.4g} is above {WEAK:g}, a weak promise: public/statement.md says how often "
+            "a guess about a record may be right (docs/how-to/choose-epsilon.md)."
         )
     changeable = answers(prepared.model, Kind.SLOPE) and not settings.calibrate_slope
     if changeable and (note := slope_note(measured, cert["test_records"])):

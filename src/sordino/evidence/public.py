@@ -409,6 +409,7 @@ CONSOLE = (
     Line(r"files +.+: nothing here may be published \(README\.txt\)", "The directory that was named."),
     Line(r"WARNING: the model is no better than (a constant guess|before training): .+", TESTED),
     Line(r"WARNING: the test records do not show that the model is better than a constant guess: .+", TESTED),
+    Line(rf"WARNING: ε = {NUMBER} is above {NUMBER}, a weak promise: .+", ACCOUNT),
     Line(r"WARNING: the found ranges are rough .+", PLAN),
     Line(r"WARNING: no coefficient will have an interval, .+", PLAN),
     Line(rf"note: the calibration slope is {NUMBER}: risks are too sure.+", TESTED),

@@ -56,9 +56,10 @@ RELEASED = {
 }
 
 # Published anchors: how others judge or set epsilon.
+WEAK = 10.0
 TIERS = (
     (1.0, "at most 1: a strong formal guarantee"),
-    (10.0, "above 1 and at most 10: a reasonable guarantee, the usual goal for machine learning"),
+    (WEAK, "above 1 and at most 10: a reasonable guarantee, the usual goal for machine learning"),
     (math.inf, "above 10: a weak formal guarantee, which needs evidence from attacks beside it"),
 )
 ANCHORS = """Ponomareva et al. ("How to DP-fy ML", Journal of Artificial Intelligence Research 77, 2023) \
