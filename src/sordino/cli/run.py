@@ -425,9 +425,10 @@ def remedy(prepared: Any) -> str:
     helps = ["raise epsilon", "gather more records"]
     if plan.privacy.trust is Trust.UNTRUSTED_SERVER and plan.clients > 1:
         helps.append("use --trust secure-aggregation")
+    other = "another lr, clip or method" if "lr" in entry(resolved.method_name).options else "another one"
     return (
         f"The noise may exceed the signal: {', '.join(helps[:-1])} or {helps[-1]}. Or the method reaches no further: "
-        f"try another one. {ANOTHER_RUN}"
+        f"try {other}. {ANOTHER_RUN}"
     )
 
 

@@ -104,7 +104,8 @@ def restore(folder: RunFolder, identity: str) -> Progress:
         raise SordinoError(f"resume: '{path}' cannot be read ({error}); start a new run.") from None
     if known != identity:
         raise SordinoError(
-            f"resume: spec.toml or the data changed since round {done} of '{folder.root}'; start a new run."
+            f"resume: spec.toml or the data changed since round {done} of '{folder.root}'; put them back as "
+            "they were. A new run on the same data adds to the epsilon that is spent on them."
         )
     if not done:
         return Progress(0, tree, None, [])

@@ -401,7 +401,9 @@ class ResolvedSpec:
         source = self.source
         self._check_text()
         if source.text is not None and self.model.entry.reads != "text":
-            raise SordinoError(f"text: model {self.model.name} does not read text; use one that does, as minilm-lora.")
+            raise SordinoError(
+                f"text: model {self.model.name} does not read text; use one that does, such as minilm-lora."
+            )
         if source.name in glue.TASKS:
             if source.text is not None:
                 raise SordinoError(f"text: '{source.name}' has its own sentences; leave text out.")
