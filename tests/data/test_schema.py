@@ -687,13 +687,16 @@ def test_two_tables_of_the_same_columns_have_the_same_draft(tmp_path):
 
 
 def test_a_draft_from_public_records_is_filled(tmp_path):
-    private = write(tmp_path, "age,ward\n93,rare\n")
-    public = write(tmp_path, "ward,age\na,10\nb,20\n", "public.csv")
+    private = write(tmp_path, "age,ward,unit\n93,rare,x\n")
+    public = write(tmp_path, "ward,age,unit\na,10,?\nb,20,?\n", "public.csv")
     text, looked = draft(private, public)
+    assert tomllib.loads(text)["columns"]["unit"]["levels"] == ["FILL IN"], "no public level is known"
     assert "10.0" in text
     assert '"a"' in text
     assert "93" not in text
     assert len(looked) == 2
+    with pytest.raises(SordinoError, match=r"--from-public: .* is the table itself"):
+        draft(private, private)
 
 
 def test_files_with_few_distinct_texts_are_encoded_as_frames_are(tmp_path, monkeypatch):

@@ -1062,7 +1062,8 @@ def draft(
         The content of a schema.toml, and what was looked at, for people.
 
     Raises:
-        SordinoError: The file cannot be read, or names of its columns look like cells of a record.
+        SordinoError: The file cannot be read, it is `public` itself, or names of its columns look like cells of a
+            record.
     """
     import pyarrow as pa
     import tomli_w
@@ -1075,6 +1076,11 @@ def draft(
             f"data: in the first line of '{path}', {unlikely} of {len(table.column_names)} cells are unlikely names "
             "of columns (empty, a number or a date), so the draft might hold a record; put a line with the names "
             "above the records, or give --any-names if the columns are really called so."
+        )
+    if public is not None and public.samefile(path):
+        raise SordinoError(
+            f"--from-public: '{public}' is the table itself, whose cells would stand in the schema; name a file of "
+            "public records, or leave it out."
         )
     known = None if public is None else tables.open_table(public, dialect)
     columns: dict[str, Any] = {}
@@ -1174,7 +1180,7 @@ def _from_public(kind: str, column: Any, name: str) -> dict[str, Any]:
         return {"range": [float(values.min()), float(values.max())], "fill": float(np.median(values))}
     if kind == "category":
         levels = [level for level in pc.unique(tables.texts(column, MISSING)).to_pylist() if level is not None]
-        return {"levels": sorted(levels)[:200]}
+        return {"levels": sorted(levels)[:200]} if levels else {}
     return {}
 
 
