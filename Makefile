@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 EXTRAS := docs,excel,flower,images,onnx,postgres,report,search,sklearn,tables,transformers,verify
-# One worker per core: more threads of torch would only wait. Compiled files are kept because many tests start processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n auto --dist worksteal
+# One worker more than cores, because some tests wait for processes and disks. More threads of torch would only wait.
+# Compiled files are kept because many tests start processes.
+WORKERS = $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: demo test soak test-python image-steps lint docs bench clean
 
