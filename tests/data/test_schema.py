@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from sordino.cli import main
+from sordino.data import schema as schema_module
 from sordino.data import tables
 from sordino.data.arrays import unit_numbers
 from sordino.data.schema import BLANK, Schema, draft
@@ -697,6 +698,14 @@ def test_a_draft_from_public_records_is_filled(tmp_path):
     assert len(looked) == 2
     with pytest.raises(SordinoError, match=r"--from-public: .* is the table itself"):
         draft(private, private)
+
+
+def test_a_draft_takes_the_most_frequent_public_levels_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(schema_module, "MOST_PUBLIC_LEVELS", 2)
+    public = write(tmp_path, "ward\na\nb\nb\nz\nz\n", "public.csv")
+    text, looked = draft(write(tmp_path, "ward\nx\n"), public)
+    assert tomllib.loads(text)["columns"]["ward"]["levels"] == ["b", "z"]
+    assert "of ward no more than the 2 levels that are most frequent in public.csv" in looked[-1]
 
 
 def test_files_with_few_distinct_texts_are_encoded_as_frames_are(tmp_path, monkeypatch):

@@ -34,6 +34,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime, timedelta
@@ -56,6 +57,7 @@ LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign co
 PREVALENCE = "target.prevalence"
 CHUNK_RECORDS = 2**16  # that are encoded at once
 BLANK = "FILL IN"  # what a draft leaves to people
+MOST_PUBLIC_LEVELS = 200  # of a column, that a draft takes from public records
 # Columns that a draft drops: the word id in one of its forms at the end, or something by which people are addressed.
 IDENTIFIERS = re.compile(
     r"(?i:(?:^|[\W_])(?:ids?|uuid|guid|mrn|ssn)$)|[a-z]I[Dd]$"
@@ -1123,6 +1125,11 @@ def draft(
         )
     if public is not None:
         looked.append(f"ranges and levels of {public.name}, which is declared public")
+        if cut := [name for name in columns if len(columns[name].get("levels", ())) == MOST_PUBLIC_LEVELS]:
+            looked.append(
+                f"of {', '.join(cut)} no more than the {MOST_PUBLIC_LEVELS} levels that are most frequent in "
+                f"{public.name}: all others are encoded as one; groups of codes may say more"
+            )
     notes = (
         "# A draft: replace every FILL IN by what is publicly known, and remove what is not needed.\n"
         "# Remove [columns.NAME] of the target, the client and the person: they are not features.\n"
@@ -1179,8 +1186,9 @@ def _from_public(kind: str, column: Any, name: str) -> dict[str, Any]:
             return {}
         return {"range": [float(values.min()), float(values.max())], "fill": float(np.median(values))}
     if kind == "category":
-        levels = [level for level in pc.unique(tables.texts(column, MISSING)).to_pylist() if level is not None]
-        return {"levels": sorted(levels)[:200]} if levels else {}
+        levels = Counter(pc.drop_null(tables.texts(column, MISSING)).to_pylist())
+        often = sorted(levels, key=lambda level: (-levels[level], level))[:MOST_PUBLIC_LEVELS]
+        return {"levels": sorted(often)} if levels else {}
     return {}
 
 
