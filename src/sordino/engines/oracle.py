@@ -415,8 +415,8 @@ class Oracle:
         known = {id(answer.tree): number for number, answer in self._answers if answer.holds}
         if not all(id(leaf) in known for leaf in leaves(message)):
             raise SordinoError(
-                "message: noise is added to the sum of answers, so each answer must be sent unchanged, and this "
-                "message is none of them; nor is 2 * g."
+                "message: it is not one of the answers. Noise is added to the sum of answers, so each answer must be "
+                "sent unchanged; return g, not 2 * g."
             )
         numbers = [known[id(leaf)] for leaf in leaves(message)]
         if len(set(numbers)) < len(numbers):  # both would get the same noise, which their difference cancels
