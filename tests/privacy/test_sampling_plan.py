@@ -991,3 +991,15 @@ def test_attendances_are_those_of_the_cohorts(who):
         for client in range(10):
             attended = [t for t, cohort in enumerate(found.cohorts[:done]) if client in cohort]
             assert patterns[which[client]].tolist() == attended
+
+
+@pytest.mark.parametrize("who", ["full", "cyclic:3", "fixed:4"])
+def test_attendances_of_later_stages_begin_in_the_middle_of_a_cycle(who):
+    found = plan("auto", who=who, sizes=(20,) * 10, rounds=11)
+    assert len(found.stage_rounds) == 3
+    for stage, rounds in enumerate(found.stage_rounds):
+        start = sum(found.stage_rounds[:stage])
+        patterns, which = releases._attendances(found, stage)
+        for client in range(10):
+            attended = [t for t in range(rounds) if client in found.cohorts[start + t]]
+            assert patterns[which[client]].tolist() == attended
