@@ -63,7 +63,9 @@ DrawNoise = Callable[[int, int, tuple[int, ...]], Draw]  # (query number, call, 
 PickBatch = Callable[[int], Shard]  # (number of the minibatch) -> its records
 
 
-def standard_noise(source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+def standard_noise(
+    source: Source, query: Query, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+) -> Draw:
     """Noise of variance 1 for one release.
 
     Args:
@@ -72,11 +74,12 @@ def standard_noise(source: Source, query: Query, at: Address, first: int, shape:
         at: Client, round, query and call of the release.
         first: First round of the stage; correlated noise derives its draws there.
         shape: Shape of the answer.
+        device: Where the answer is.
 
     Returns:
         The draw.
     """
-    z = mechanism_of(query.noise).standard_noise(source, at, first, shape)
+    z = mechanism_of(query.noise).standard_noise(source, at, first, shape, device)
     # Symmetric answers get symmetric noise: variance 1 on the diagonal and 1/2 off it is white in the Frobenius norm.
     return z.symmetric() if query.kind in MATRICES else z
 

@@ -251,6 +251,7 @@ def noised_sum(
             Address(COHORT, round_plan.t, k),
             round_plan.first,
             tuple(total.shape),
+            total.device,
         )
         return noised(total, noise, std, secret=source.private).to(like)
 
@@ -293,9 +294,8 @@ def oracle(
     rate = float(round_plan.rates[i])
 
     def draw(number: int, call: int, shape: tuple[int, ...]) -> Draw:
-        return standard_noise(
-            source, round_plan.stage.queries[number], Address(i, round_plan.t, number, call), round_plan.first, shape
-        )
+        at = Address(i, round_plan.t, number, call)
+        return standard_noise(source, round_plan.stage.queries[number], at, round_plan.first, shape, shard.x.device)
 
     def pick(call: int) -> Shard:
         at = Address(i, round_plan.t, SAMPLING, call)

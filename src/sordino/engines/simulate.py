@@ -93,6 +93,7 @@ from sordino.tree import rebuild, tree_map
 
 MATRIX_BATCH_NUMBERS = 2**24  # numbers of the matrices that a batch of clients sends, which bounds memory
 NOISE_BLOCK = 16  # rounds whose noise is drawn by one call, if the source allows it; a CUDA graph holds as many
+BLOCK_NUMBERS = 1 << 24  # the most numbers of such a block, unless one round has more
 CENTRED_NUMBERS, CENTRED_ON_GPU = 2**27, 2**29  # of records about the centres of several runs, which bounds memory
 CAPTURED_NUMBERS = 2**22  # parameters of all runs in the rounds of one CUDA graph, which bounds memory
 
@@ -525,10 +526,11 @@ class BatchedClients:
     def _ahead_of(self, round_plan: RoundPlan, number: int, shape: tuple[int, ...], rounds: int = 1) -> Tensor:
         """Standard noise of this round and the next ones, rounds x runs x shape, from a block drawn at once."""
         key = (number, *shape)  # stages differ in shape
-        known, first, _ = self._ahead
-        if known != key or not first <= round_plan.t <= first + NOISE_BLOCK - rounds:
-            first = round_plan.t
-            at = [Address(COHORT, t, number) for t in range(first, first + NOISE_BLOCK)]
+        known, first, drawn = self._ahead
+        if known != key or not first <= round_plan.t <= first + len(drawn) - rounds:
+            first, fitting = round_plan.t, BLOCK_NUMBERS // (math.prod(shape) * len(self.sources))
+            block = max(rounds, min(NOISE_BLOCK, fitting))
+            at = [Address(COHORT, t, number) for t in range(first, first + block)]
             self._ahead = key, first, self._counted(at, shape)
         return self._ahead[2][round_plan.t - first :][:rounds]
 
@@ -559,15 +561,15 @@ class BatchedClients:
         if self._at_once(query):
             drawn = self._counted(at, shape).transpose(0, 1)
             return Draw.plain(drawn if self.lead else drawn[0])
+        device = self.records.x.device
         if self._joint is not None:
             runs = (len(self.sources), *shape)
-            return stack([standard_noise(self._joint, query, a, round_plan.first, runs) for a in at], 1).to(
-                self.records.x.device
-            )
+            return stack([standard_noise(self._joint, query, a, round_plan.first, runs, device) for a in at], 1)
         draws = [
-            stack([standard_noise(source, query, a, round_plan.first, shape) for a in at]) for source in self.sources
+            stack([standard_noise(source, query, a, round_plan.first, shape, device) for a in at])
+            for source in self.sources
         ]
-        return (stack(draws) if self.lead else draws[0]).to(self.records.x.device)
+        return stack(draws) if self.lead else draws[0]
 
     def _oracle(
         self,

@@ -513,6 +513,67 @@ def test_a_release_is_the_same_on_a_device(releases, name):
     assert torch.equal(settle(torch.zeros(24, device="cuda"), moved, 1.0).cpu(), moved.z.round().cpu())
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("size", [1, 7, 1024, 1025, 3_000_001])
+def test_a_gpu_draws_the_normals_of_the_host(size):
+    secure, device = Secure(KEY), torch.device("cuda", torch.cuda.current_device())
+    assert random.gpu_draws(device)
+    for at in (HERE, Address(COHORT, 2**32 - 1, 2**16 - 1, 2**16 - 1)):
+        host, there = torch.from_numpy(secure.normal(at, (size,))), secure.normal_on(at, (size,), device)
+        assert there.is_cuda
+        assert there.dtype == torch.float64
+        distance = (there.cpu() - host).abs() / host.abs().clamp_min(1.0)
+        assert float(distance.max()) <= ERROR / 2**6, "both are within ERROR of the ideal one, with room"
+        far = host.abs() > 4.8
+        assert torch.equal(there.cpu()[far], host[far]), "far out, both read further bits"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_release_is_the_same_whether_a_gpu_or_the_host_draws():
+    secure, shape = Secure(KEY), (1_000_003,)
+    at, later = HERE, HERE._replace(round=6)
+    value = torch.linspace(-3, 3, shape[0], dtype=torch.float64)
+    for parts in ([(1.0, at)], [(0.3, at), (-1.7, later)]):
+        host, there = draw(secure, parts, shape), draw(secure, parts, shape, "cuda")
+        assert there.z.is_cuda
+        assert there.error.is_cuda
+        for std in (1.0, 0.037):
+            on_host = settle(value, host.scaled(std), grid_of(std))
+            on_gpu = settle(value.cuda(), there.scaled(std), grid_of(std))
+            assert torch.equal(on_gpu.cpu(), on_host)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_with_other_normals_does_not_draw(monkeypatch):
+    right = random._normals_on_gpu
+    for wrong in (lambda z: z + 2.0**-38, lambda z: z.clamp(-4, 4), lambda z: z.roll(1)):
+        refuses_to_draw(monkeypatch, lambda *at, wrong=wrong: wrong(right(*at)), "cuda", "computes other normals")
+
+
+def test_a_gpu_that_cannot_draw_does_not(monkeypatch):
+    """The comparison itself, with a device that is stood in for."""
+    monkeypatch.setattr(random.importlib.util, "find_spec", lambda name: name)
+
+    def fails(*at):
+        raise RuntimeError("no C compiler")
+
+    host = torch.from_numpy(Secure(bytes(32)).normal(Address(0, 0, 0), (1 << 17,)))
+    refuses_to_draw(monkeypatch, fails, "cuda:7", "cannot compute normals .RuntimeError.")
+    for wrong in (host + 2.0**-41, host.clamp(-4, 4), host.roll(1), -host, torch.where(host == host.max(), 0.0, host)):
+        refuses_to_draw(monkeypatch, lambda *at, wrong=wrong: wrong, "cuda:7", "computes other normals")
+    monkeypatch.setattr(random, "_normals_on_gpu", lambda *at: host + 2.0**-43)
+    assert random.gpu_draws(torch.device("cuda:7"))
+    random.gpu_draws.cache_clear()
+
+
+def refuses_to_draw(monkeypatch, normals, device, reason):
+    random.gpu_draws.cache_clear()
+    monkeypatch.setattr(random, "_normals_on_gpu", normals)
+    with pytest.warns(UserWarning, match=f"{reason}.*host draws all noise"):
+        assert not random.gpu_draws(torch.device(device))
+    random.gpu_draws.cache_clear()
+
+
 # ---------------------------------------------------------------------------------------------------------- addresses
 
 GRID = [Address(*at) for at in itertools.product([0, 1, 2, 3, 255, 256, 65536, COHORT - 1, COHORT], *[range(7)] * 3)]
@@ -795,6 +856,7 @@ def test_counted_normals_are_standard_and_begin_alike():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's compiler
 @pytest.mark.parametrize("size", [650, 33])
 def test_a_compiled_draw_on_a_gpu_is_the_draw(size):
     """The words are equal, so that only the logarithm and the cosine may round differently."""

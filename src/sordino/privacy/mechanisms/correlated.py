@@ -6,6 +6,7 @@ import numpy as np
 
 from sordino.core import Correlated, Noise, Stream
 from sordino.errors import SordinoError
+from sordino.lazy import torch
 from sordino.privacy.accounting.correlated import Banded, EfficientTree, Fresh, NodeTree
 from sordino.privacy.accounting.inverse_root import InverseRoot
 from sordino.privacy.mechanisms.gaussian import Draw, draw
@@ -63,9 +64,13 @@ class CorrelatedGaussian(Mechanism):
     def separate_factor(self, rounds: np.ndarray) -> float | None:
         return self.factors.largest_column(rounds)
 
-    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    def standard_noise(
+        self, source: Source, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> Draw:
         row = self.factors.decoder[at.round - first]
-        return draw(source, [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)], shape)
+        return draw(
+            source, [(row[j], at._replace(round=first, index=int(j))) for j in np.flatnonzero(row)], shape, device
+        )
 
 
 class InverseRootGaussian(Mechanism):
@@ -105,10 +110,12 @@ class InverseRootGaussian(Mechanism):
         # No column of the encoder ends, so two rounds always share rows.
         return self.factors.sensitivity(rounds[:1]) if len(rounds) <= 1 or not self.carried else None
 
-    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    def standard_noise(
+        self, source: Source, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> Draw:
         # A draw has the address of its round: an index has 16 bits, which are too few for all rounds of a stage.
         row = self.factors.coefficients[: at.round - first + 1]
-        return draw(source, [(d, at._replace(round=at.round - j, index=0)) for j, d in enumerate(row)], shape)
+        return draw(source, [(d, at._replace(round=at.round - j, index=0)) for j, d in enumerate(row)], shape, device)
 
 
 class StreamedGaussian(Mechanism):
@@ -129,7 +136,9 @@ class StreamedGaussian(Mechanism):
             raise SordinoError(f"noise: the factors of a stream are Correlated, not {type(factors).__name__}.")
         return CorrelatedGaussian(factors).over(rounds)
 
-    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    def standard_noise(
+        self, source: Source, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> Draw:
         raise SordinoError("noise: the factors of a stream follow from its rounds; take the plan's stages.")
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from sordino.errors import SordinoError
 from sordino.lazy import Tensor, torch
-from sordino.privacy.mechanisms.random import ERROR, Address, Exact, Source, is_exact
+from sordino.privacy.mechanisms.random import ERROR, Address, Exact, Secure, Source, is_exact
 
 GRID_BITS = 14  # a rounding error of std / 2^15 is negligible beside the noise
 _FAR = 2.0**51  # grid points: up to there float64 holds the halves between them
@@ -106,30 +106,39 @@ class Draw:
         return Draw(self.z.sum(axis), error, None if terms is None else summed)
 
 
-def draw(source: Source, parts: Sequence[tuple[float, Address]], shape: tuple[int, ...]) -> Draw:
+def draw(
+    source: Source,
+    parts: Sequence[tuple[float, Address]],
+    shape: tuple[int, ...],
+    device: torch.device | str = "cpu",
+) -> Draw:
     """The sum of coefficient * normal(address), as correlated noise needs it; [(1.0, at)] is one normal per number."""
     if source.private and not is_exact(source):
         raise SordinoError(f"source: {source!r} is private but has no `bounds`; use one that has, such as Secure().")
     parts = [(float(coefficient), at) for coefficient, at in parts]
-    z, error = np.zeros(shape), 0.0
+    z = torch.zeros(shape, dtype=torch.float64, device=device)
+    error = torch.zeros((1,) * len(shape), dtype=torch.float64, device=device)
     for coefficient, at in parts:
-        normal = source.normal(at, shape)
-        furthest = float(max(normal.max(), -normal.min(), 1.0)) if normal.size else 1.0
-        error += abs(coefficient) * ERROR * furthest
-        if len(parts) == 1 and coefficient == 1:
-            z = normal
-        else:
-            z += coefficient * normal
+        normal = _normals(source, at, shape, device)
+        if normal.numel():
+            low, high = normal.aminmax()
+            error += abs(coefficient) * ERROR * torch.maximum(high, -low).clamp_min(1.0)
+        z = normal if len(parts) == 1 and coefficient == 1 else z + coefficient * normal
     if not is_exact(source):
-        return Draw.plain(torch.from_numpy(z))
+        return Draw.plain(z)
     exact = source
 
     def terms(i: int) -> list[Term]:
         return [Term(Fraction(coefficient), exact, at, i) for coefficient, at in parts]
 
-    # |N| is at most 1 + ERROR times `furthest`. One product and one addition per part are rounded.
-    error *= 1 + (len(parts) + 2) * 2.0**-12
-    return Draw(torch.from_numpy(z), torch.full((1,) * len(shape), error, dtype=torch.float64), terms)
+    # |N| is at most 1 + ERROR times the largest |normal|. One product and one addition per part are rounded.
+    return Draw(z, error * (1 + (len(parts) + 2) * 2.0**-12), terms)
+
+
+def _normals(source: Source, at: Address, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+    if isinstance(source, Secure):
+        return source.normal_on(at, shape, device)
+    return torch.from_numpy(np.asarray(source.normal(at, shape))).to(device)
 
 
 def stack(draws: Sequence[Draw], axis: int = 0) -> Draw:

@@ -26,6 +26,7 @@ import numpy as np
 
 from sordino.core import Correlated, Independent, Noise, Stream
 from sordino.errors import SordinoError
+from sordino.lazy import torch
 from sordino.privacy.accounting.correlated import MOST_CORRELATED_ROUNDS
 from sordino.privacy.accounting.events import EVENTS, DiscreteGaussian, SmoothedDiscreteGaussian
 from sordino.privacy.accounting.inverse_root import InverseRoot
@@ -53,7 +54,9 @@ class DiscreteGaussianNoise(Mechanism):
     def visible_sensitivity(self, sensitivity: np.ndarray, step: float, terms: np.ndarray) -> np.ndarray:
         return step * self.integers.rounded_terms(sensitivity / step, terms)
 
-    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    def standard_noise(
+        self, source: Source, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> Draw:
         raise SordinoError("integers: only the reference engine adds up integers; this engine uses real numbers.")
 
     def encode(

@@ -13,6 +13,7 @@ import numpy as np
 
 from sordino.core import Noise
 from sordino.errors import SordinoError
+from sordino.lazy import torch
 from sordino.privacy.accounting.events import Gaussian, NoiseEvent
 from sordino.privacy.mechanisms.gaussian import Draw, draw
 from sordino.privacy.mechanisms.quantization import Integers
@@ -95,13 +96,16 @@ class Mechanism:
         """
         return sensitivity
 
-    def standard_noise(self, source: Source, at: Address, first: int, shape: tuple[int, ...]) -> Draw:
+    def standard_noise(
+        self, source: Source, at: Address, first: int, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    ) -> Draw:
         """Noise that `std` is a multiple of, for one release.
 
         Args:
           first: the first round of the stage.
+          device: where the release is.
         """
-        return draw(source, [(1.0, at)], shape)
+        return draw(source, [(1.0, at)], shape, device)
 
     def with_integers(self, integers: Integers) -> Mechanism:
         """The law that takes this one's place where secure aggregation adds up integers.

@@ -15,20 +15,23 @@ bits in the tails, so that there is no largest draw. `Secure.bounds` returns an 
 proved in integer arithmetic (`normal_quantile`). `gaussian.settle` needs both.
 
 Assumptions: (1) ChaCha20 under keys derived with keyed BLAKE2b is a pseudorandom function, so its bits cannot be
-distinguished from uniform ones. (2) scipy's `ndtri` and `ndtri_exp` are accurate enough for `ERROR`: every number z
-that `Secure.normal` returns satisfies |z - N| <= 2^-40 max(1, |N|). The tests compare them with mpmath and find an
-error of about 2^-50.
+distinguished from uniform ones. (2) scipy's `ndtri` and `ndtri_exp`, and CUDA's `normcdfinv`, are accurate enough for
+`ERROR`: every number z that `Secure.normal` and `Secure.normal_on` return satisfies |z - N| <= 2^-40 max(1, |N|). The
+tests compare them with mpmath and find an error of about 2^-50. Before its first draw a GPU is compared with scipy.
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import math
 import os
 import secrets
 import struct
+import warnings
 from collections.abc import Callable, Sequence
 from fractions import Fraction
+from functools import cache
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
@@ -51,6 +54,7 @@ _ZEROS = bytes(8 * _CHUNK)
 _NONE = np.empty(0, dtype=np.intp)
 _BLOCK = 8  # words of one ChaCha20 block
 _RARE = 1 << 44  # for a tail probability below _RARE / 2^64 = 2^-20 more bits are read
+_RARE_FROM = 4.75  # the quantile of _RARE / 2^64 is -4.763
 _DEEP = 2048  # bits; beyond a logarithm of -2048 `ndtri_exp` loses some of its accuracy
 _MOST = 1 << 35  # words of one nonce: 2^32 blocks of 64 bytes, then the counter would run into the nonce
 
@@ -155,10 +159,24 @@ class Secure:
 
         def convert(words: Words, out: Floats, start: int) -> None:
             for i in _to_normal(words, out):
-                sign, tail, bits = self._tail(at, start + int(i), 1, _RARE)
-                out[i] = sign * (approximate_quantile(tail, bits) if bits <= _DEEP else quantile(tail, bits)[0])
+                out[i] = self._far(at, start + int(i))
 
         return _draw(self._normal_key, at, shape, convert)
+
+    def normal_on(self, at: Address, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
+        """`normal` on a device. A GPU reads the same keystream, so the ideal normals are the same ones."""
+        if not gpu_draws(where := torch.device(device)):
+            return torch.from_numpy(self.normal(at, shape)).to(where)
+        self._check_process()
+        z = _normals_on_gpu(self._normal_key, at, _counted_numbers(shape), where)
+        rare = torch.nonzero(z.abs() >= _RARE_FROM).flatten()
+        z[rare] = torch.tensor([self._far(at, i) for i in rare.tolist()], dtype=z.dtype, device=where)
+        return z.view(shape)
+
+    def _far(self, at: Address, element: int) -> float:
+        """One normal for which 63 bits are not enough."""
+        sign, tail, bits = self._tail(at, element, 1, _RARE)
+        return sign * float(approximate_quantile(tail, bits) if bits <= _DEEP else quantile(tail, bits)[0])
 
     def bounds(self, at: Address, element: int, words: int = 1) -> tuple[Fraction, Fraction]:
         """An interval that contains the ideal normal, from at least 64 + 64 `words` bits."""
@@ -499,9 +517,7 @@ def _word_at(key: bytes, at: Address, i: int) -> int:
 
 def _draw(key: bytes, at: Address, shape: tuple[int, ...], convert: Callable[[Words, Floats, int], None]) -> Floats:
     """Numbers from one keystream, converted in chunks of whole words."""
-    out = np.empty(math.prod(shape))
-    if out.size > _MOST:
-        raise SordinoError(f"shape: {out.size} numbers at one address are too many; a stream has 2**35.")
+    out = np.empty(_counted_numbers(shape))
     stream = _chacha20()(key, at.pack())
     buffer = np.empty(min(_CHUNK, out.size), dtype="<u8")
     for start in range(0, out.size, _CHUNK):
@@ -510,6 +526,47 @@ def _draw(key: bytes, at: Address, shape: tuple[int, ...], convert: Callable[[Wo
         _keystream(stream, words)
         convert(words, part, start)
     return out.reshape(shape)
+
+
+def _counted_numbers(shape: tuple[int, ...]) -> int:
+    if (size := math.prod(shape)) > _MOST:
+        raise SordinoError(f"shape: {size} numbers at one address are too many; a stream has 2**35.")
+    return size
+
+
+@cache
+def gpu_draws(device: torch.device) -> bool:
+    """Whether `Secure` computes its normals on this device: a GPU with Triton, whose numbers are those of the host.
+
+    The comparison covers 2^17 words of a public key. A GPU that fails it gets its noise from the host.
+    """
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    check, at = Secure(bytes(32)), Address(0, 0, 0)
+    host = torch.from_numpy(check.normal(at, (1 << 17,)))
+    plain = host.abs() < _RARE_FROM
+    try:
+        found = _normals_on_gpu(check._normal_key, at, len(host), device).cpu()
+    except Exception as error:  # Triton without a compiler, or for another kind of GPU, ends in many ways
+        reason = f"{device} cannot compute normals ({type(error).__name__})"
+    else:
+        if bool(((found - host).abs() <= ERROR / 4)[plain].all() & (found.abs() >= _RARE_FROM)[~plain].all()):
+            return True
+        reason = f"{device} computes other normals than the host"
+    warnings.warn(f"{reason}, so the host draws all noise, which is slower.", stacklevel=2)
+    return False
+
+
+def _normals_on_gpu(key: bytes, at: Address, count: int, device: torch.device) -> Tensor:
+    """Normals from the first 63 bits and a sign, as `_to_normal` computes them."""
+    from sordino.privacy.mechanisms import gpu_normals  # needs Triton
+
+    out = torch.empty(count, dtype=torch.float64, device=device)
+    words = [int(word) for word in np.frombuffer(key + at.pack(), dtype="<i4")]
+    if count:
+        with torch.cuda.device(device):
+            gpu_normals.normals[-(-count // (_BLOCK * gpu_normals.BLOCKS)),](out, count, *words)
+    return out
 
 
 def _keystream(stream: Any, words: Words) -> None:
