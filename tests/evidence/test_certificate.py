@@ -12,7 +12,6 @@ import pytest
 from sordino.cli import main
 from sordino.core import Correlated, Divisor, Kind, Lemma, Local, Method, Privacy, Query, Stage, Trust, Unit
 from sordino.errors import SordinoError
-from sordino.evidence import verify as verify_module
 from sordino.evidence.certificate import certificate, group_of_site, ranges, sizes_of
 from sordino.evidence.signing import RunKey, fingerprint, of_site, signed
 from sordino.evidence.statement import RELEASED, statement
@@ -63,28 +62,6 @@ def test_no_honest_certificate_is_rejected(unit, trust, participation, divisor):
         assert verify(cert).problems == []
         assert cert["certified"]
         assert "Certified: ε = " in statement(cert)
-
-
-@pytest.mark.parametrize(
-    ("mu", "delta"), [(0.05, 1e-3), (0.3, 1e-6), (1.0, 1e-5), (1.0, 1e-10), (4.0, 1e-2), (20.0, 1e-5)]
-)
-def test_the_formula_of_verify_is_what_dp_accounting_computes(mu, delta):
-    """Its distributions are discretised, and rounded upwards."""
-    from dp_accounting import GaussianDpEvent
-    from dp_accounting.pld import PLDAccountant
-
-    found = verify_module._by_formula(mu, delta)
-    accountant = PLDAccountant(value_discretization_interval=1e-4 * mu)
-    accountant.compose(GaussianDpEvent(2 / mu), 4)
-    assert accountant.get_epsilon(delta) == pytest.approx(found, rel=1e-3)
-    assert verify_module._by_formula(1.01 * mu, delta) > 1.001 * found > 0
-
-
-def test_the_formula_of_verify_holds_at_its_ends():
-    assert verify_module._by_formula(1e-6, 1e-5) == 0.0
-    assert verify_module._by_formula(1e-3, 0.5) == 0.0
-    for mu, delta in itertools.product((1e-5, 0.1, 3.0, 100.0, 300.0), (0.3, 1e-9, 1e-200)):
-        assert verify_module._by_formula(mu, delta) == pytest.approx(gaussian.epsilon(mu, delta), rel=1e-8, abs=1e-12)
 
 
 UNCHECKED = "claims of its author and were not checked here"

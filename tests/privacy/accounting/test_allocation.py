@@ -1,4 +1,4 @@
-"""The account of random allocation: against quadrature, against `verify`'s own route, and against wrong samplers."""
+"""The account of random allocation: against quadrature, against the second accountant, and against wrong samplers."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from scipy.stats import norm
 
 from sordino.core import Adjacency, Privacy
 from sordino.errors import SordinoError
-from sordino.evidence import verify
+from sordino.evidence import second_account, verify
 from sordino.evidence.certificate import certificate
 from sordino.methods import build
 from sordino.privacy.accounting import allocation, events, gaussian, moments, subsampled
@@ -188,7 +188,7 @@ def test_verify_finds_the_same(adjacency):
     twice = 1 + (adjacency is Adjacency.REPLACE_ONE)
     release = events.Release("x", 1.0 * twice, 1.5, 24, 0.1, Sampler.ALLOCATION)
     ours = events.epsilon([release], 1e-5, adjacency)
-    (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
+    (theirs,) = second_account.epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
     assert 0.998 * theirs < ours < 1.01 * theirs
 
 
@@ -220,7 +220,7 @@ def test_an_honest_epsilon_is_not_refused_where_it_is_large(adjacency, mu, times
     instead of 15.9 in the first case."""
     release = events.Release("x", mu, 1.0, times, 0.04, Sampler.ALLOCATION)
     ours = events.epsilon([release], delta, adjacency)
-    (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (delta,), adjacency)
+    (theirs,) = second_account.epsilons([{**release._asdict(), "sampler": "allocation"}], (delta,), adjacency)
     for claimed, wrong in ((ours, False), (theirs, False), (0.99 * theirs, True)):
         problems = []
         verify._compare("epsilon", claimed, theirs, problems, [])
@@ -239,7 +239,7 @@ def test_the_epoch_of_verify_against_simulation(bins, rounds, mu, way, epsilon):
     z[within, 0] += ahead  # if a record is in a minibatch that is released, it is in the first one, by symmetry
     p, q = (bins - rounds + np.exp(shift * z - shift * shift / 2).sum(1) for shift in (ahead, -behind))
     gains = np.maximum(1 - math.exp(epsilon) * q / p, 0)
-    found, error = verify._allocated(epsilon, bins, rounds, mu, way), gains.std() / math.sqrt(len(gains))
+    found, error = second_account._allocated(epsilon, bins, rounds, mu, way), gains.std() / math.sqrt(len(gains))
     assert abs(found - gains.mean()) < 4 * error + 0.01 * gains.mean()
 
 
@@ -247,7 +247,7 @@ def test_the_epoch_of_verify_against_simulation(bins, rounds, mu, way, epsilon):
 def test_small_deltas_of_verify_are_not_lost_in_rounding(way):
     alphas = np.exp([0.5, 1.5] if way == "add" else [1.5, 3.0])
     fine = allocation.divergences(alphas, 25, 25, 1.0, way, 1e-18, 0.01, 1 << 15)
-    found = [verify._allocated(math.log(alpha), 25, 25, 1.0, way) for alpha in alphas]
+    found = [second_account._allocated(math.log(alpha), 25, 25, 1.0, way) for alpha in alphas]
     np.testing.assert_allclose(found, fine, rtol=0.02)
     assert 1e-15 < min(found) < 1e-4
 
@@ -263,18 +263,18 @@ def test_verify_finds_nearly_the_same_where_terms_are_long():
         twice = 1 + (adjacency is Adjacency.REPLACE_ONE)
         release = events.Release("x", mu * twice, 1.0, 124, 1 / 62, Sampler.ALLOCATION)
         ours = events.epsilon([release], 1e-5, adjacency)
-        (theirs,) = verify._epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
+        (theirs,) = second_account.epsilons([{**release._asdict(), "sampler": "allocation"}], (1e-5,), adjacency)
         assert 0.998 * theirs < ours < more * theirs
 
 
 @pytest.mark.parametrize(("mu", "bins", "epsilon"), [(2.0, 62, 3.5), (3.0, 62, 8.0), (3.0, 8, 8.0)])
 def test_a_replaced_record_in_verify_against_simulation(mu, bins, epsilon):
-    """Sums of several long terms must not come around on verify's circle: it found 0 instead of 0.008."""
+    """Sums of several long terms must not come around on the circle: it found 0 instead of 0.008."""
     z = np.random.default_rng(0).normal(size=(100_000, bins))
     z[:, 0] += mu  # a record is in the first minibatch, by symmetry
     ahead, behind = (np.exp(sign * mu * z - mu * mu / 2).sum(1) for sign in (1, -1))
     gains = np.maximum(1 - math.exp(epsilon) * behind / ahead, 0)
-    found, error = verify._allocated(epsilon, bins, bins, mu, "replace"), gains.std() / math.sqrt(len(gains))
+    found, error = second_account._allocated(epsilon, bins, bins, mu, "replace"), gains.std() / math.sqrt(len(gains))
     assert 0.9 * gains.mean() - 4 * error < found < gains.mean() + 4 * error
 
 

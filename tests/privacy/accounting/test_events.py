@@ -11,7 +11,7 @@ from scipy.stats import norm
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
-from sordino.evidence import verify
+from sordino.evidence import second_account
 from sordino.privacy.accounting import events, gaussian, subsampled
 from sordino.privacy.accounting.events import Release
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
@@ -95,7 +95,7 @@ def test_the_guess_is_the_total_variation(adjacency, sensitivity):
 
 @pytest.mark.parametrize(("adjacency", "sensitivity", "times"), [(ADD, 1.0, 2), (REPLACE, 2.0, 1)])
 def test_the_guess_about_sampled_integers_is_the_total_variation(adjacency, sensitivity, times):
-    """From the exact law of discrete Gaussian noise, of one release and of two, and by `verify`'s own route."""
+    """From the exact law of discrete Gaussian noise, of one release and of two, and by the second accountant."""
     q, shift, std = 0.3, 360, 256.0
     k = np.arange(-1900, 1901)
 
@@ -109,7 +109,7 @@ def test_the_guess_about_sampled_integers_is_the_total_variation(adjacency, sens
     truth = (1 + np.maximum(one - two, 0).sum()) / 2
     noised = release(sensitivity * shift, std, times, q)._replace(mechanism="smoothed-discrete-gaussian")
     found = events.guess([noised], adjacency)
-    theirs = verify._right_guess([noised._asdict()], 1e-5, adjacency)
+    theirs = second_account.right_guess([noised._asdict()], 1e-5, adjacency)
     assert truth - 1e-8 <= found <= truth + 1e-3
     assert truth - 1e-8 <= theirs <= truth + 1e-3
     assert events.guess([noised._replace(rate=0.95 * q)], adjacency) < truth

@@ -11,7 +11,7 @@ from dp_accounting import pld, rdp
 
 from sordino.core import Adjacency
 from sordino.errors import SordinoError
-from sordino.evidence import verify
+from sordino.evidence import second_account
 from sordino.privacy.accounting import gaussian, subsampled
 from sordino.privacy.accounting.slots import OVERFLOW
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
@@ -223,12 +223,12 @@ FIXED_CASES = [(0.016, 1.0, 200, 0.0), (0.01, 0.2, 1000, 0.0), (0.1, 0.1, 50, 0.
 @pytest.mark.parametrize(("q", "mu", "times", "beside"), FIXED_CASES)
 @pytest.mark.parametrize("adjacency", [ADD, REPLACE])
 def test_fixed_against_dp_accounting(q, mu, times, beside, adjacency):
-    """`verify` computes the profile of one release by bisection, and dp-accounting discretizes and composes it."""
+    """The second account finds the profile of one release by bisection; dp-accounting discretizes and composes it."""
     releases, delta, terms = [SampledGaussian(q, mu, times, FIXED)], 1e-5, 1 + (adjacency is REPLACE)
-    steps = [verify.Step(1.0, terms * mu, times, q, FIXED, "gaussian")]
-    steps += [verify.Step(1.0, beside, 1, 1.0, Sampler.FULL, "gaussian")] if beside else []
+    steps = [second_account.Step(1.0, terms * mu, times, q, FIXED, "gaussian")]
+    steps += [second_account.Step(1.0, beside, 1, 1.0, Sampler.FULL, "gaussian")] if beside else []
     found = subsampled.epsilon(releases, delta, adjacency, beside)
-    other = verify._by_profiles(steps, found * 2e-4, adjacency).epsilon(delta)
+    other = second_account._by_profiles(steps, found * 2e-4, adjacency).epsilon(delta)
     assert found == pytest.approx(other, rel=5e-4)
     assert subsampled.delta(releases, found, adjacency, beside) == pytest.approx(delta, rel=0.01)
     # Poisson figures for fixed-size samples would be too low.
