@@ -10,6 +10,7 @@ from sordino.errors import SordinoError
 from sordino.federation import site_run
 from sordino.federation.site_run import SiteRun
 from sordino.federation.testing import AgreedEvaluation
+from tests.federation.messages import NUMBERS
 from tests.federation.test_tables import NAMES, configure, tables, with_persons
 
 FOUR = tuple("abcd")
@@ -75,6 +76,33 @@ def test_noise_alone_is_noise_around_zero(tiny, talk, failing, monkeypatch):
     update = update_of(federation, talk, federation.terms())
     assert not found[0].any()
     assert update.arrays["update0"].any()
+
+
+@pytest.mark.parametrize("kind", ["round", "evaluate"])
+def test_noise_alone_is_not_the_noise_of_the_answer_that_failed(tiny, talk, monkeypatch, kind):
+    """A server can ask so that the noise of an answer decides whether it fails. If the site then sends that very noise,
+    the server knows for which records the answer fails: with a step of dp-localadamw that overflows above a number, 5 %
+    of the replies excluded a neighbour, where delta = 1e-5 was certified."""
+    federation, answers = tiny("dp-fedgd", names=FOUR, rounds=1, seed=None, epsilon=0.01), []
+    federation.configure("a", evaluation_epsilon=1.0)
+    tests = tuple(federation.site(name).tests for name in FOUR)
+    talk = talk(federation.site("a"), federation.terms(evaluation=0.01, tests=tests))
+    assert talk.propose().kind == "agreed"
+    place, name = (SiteRun, "compute") if kind == "round" else (AgreedEvaluation, "answer")
+    real = getattr(place, name)
+
+    def failed_once(*arguments, **keys):
+        answers.append(real(*arguments, **keys))
+        if len(answers) == 1:
+            raise SordinoError("update: it is not finite, and noise does not hide that.")
+        return answers[-1]
+
+    monkeypatch.setattr(place, name, failed_once)
+    fields = {"run": talk.terms.run, "terms": talk.terms.sha256()} | ({"t": 0, "extras": []} if kind == "round" else {})
+    reply = talk.say(kind, fields, {"theta": NUMBERS})
+    assert "noise alone was sent" in str(federation.events("a"))
+    difference = np.abs(answers[0].numpy() - reply.arrays["update0"]).max()
+    assert difference > 5, "the answer without its noise: a mean of terms that are at most 1 long"
 
 
 def test_under_masks_the_sum_opens(tiny, failing):

@@ -469,7 +469,7 @@ class Site(SiteData):
             raise
         except Exception as error:
             log.exception("the site failed, and sends noise alone")
-            counts = run.evaluation.answer_nothing(run.mine, theta, run.test_source(asked))
+            counts = run.evaluation.answer_nothing(run.mine, theta, run.spare_source(asked))
             self.note("failed", run=run.terms.run, detail=f"noise alone was sent: {error!r}")
             return counts
 

@@ -153,6 +153,13 @@ class SiteRun:
             return Seeded(int(seed) + 2**32)
         return Secure(self._derived(b"sordino tests", asked))
 
+    def spare_source(self, asked: str) -> Source:
+        """The source of noise that is sent alone where an answer failed. That of the answer would tell of the records:
+        whoever sees it knows for which of them the answer fails with it, and a server can ask so that noise decides."""
+        if seed := (self.folder / "noise").read_text():
+            return Seeded(int(seed) + 2**33)
+        return Secure(self._derived(b"sordino nothing", asked))
+
     @cached_property
     def evaluation(self) -> AgreedEvaluation:
         schema = self.site.config.table_schema
@@ -305,16 +312,18 @@ class SiteRun:
         kept, self.__dict__["data"] = self.__dict__.get("data"), OwnRecords(self.mine, nothing_there)
         self._caches = (-1, ())
         try:
-            return self.compute(round_plan, broadcast, asked)
+            return self.compute(round_plan, broadcast, source=self.spare_source(asked))
         finally:
             self._caches = (-1, ())
             self.__dict__.pop("data")
             if kept is not None:
                 self.__dict__["data"] = kept
 
-    def compute(self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "") -> Any:
-        """The noised update: a tree, or integers under secure aggregation."""
-        source, round_plan = self.source(asked), self._with_own_size(round_plan)
+    def compute(
+        self, round_plan: RoundPlan, broadcast: Broadcast, asked: str = "", source: Source | None = None
+    ) -> Any:
+        """The noised update: a tree, or integers under secure aggregation. None stands for the source of the answer."""
+        source, round_plan = source or self.source(asked), self._with_own_size(round_plan)
         local = round_plan.stage.local
         _, stage, memory = self._kept()
         if stage != round_plan.first:
