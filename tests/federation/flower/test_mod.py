@@ -160,6 +160,16 @@ def test_the_budget_of_the_site_decides(site):
         assert ledger.audit() == []
 
 
+@pytest.mark.parametrize("line", ["ask = true", "reserve_epsilon = 1.0"])
+def test_what_only_a_person_may_allow_is_not_spent(site, line):
+    path, seen = site / "site.toml", []
+    path.write_text(f"{path.read_text()}{line}\n")
+    assert mod()(asked(), CONTEXT, app(seen=seen)).error.reason == REFUSED
+    assert seen == []
+    if line != "ask = true":
+        assert not mod(epsilon=EPSILON - 1)(asked(), CONTEXT, app()).has_error()
+
+
 @pytest.mark.parametrize(
     ("change", "what"),
     [

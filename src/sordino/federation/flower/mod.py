@@ -90,7 +90,9 @@ class PrivateUpdates:
             t = next(k for k in range(self.rounds + 1) if not ledger.charged(run, who, k))
             if t == self.rounds:
                 raise SordinoError(f"rounds: {self.rounds} were agreed, and one more is asked for.")
-            ledger.afford([entry for k in range(t, self.rounds) for entry in self._charges(who, k, run)])
+            config, left = self._site.config, range(t, self.rounds)
+            limit = config.epsilon - config.reserve_epsilon, config.delta  # the reserve is for runs that people approve
+            ledger.afford([entry for k in left for entry in self._charges(who, k, run)], limit)
             self._keep_settings(run)
             try:
                 update = _update(sent, call_next(message, context))
@@ -163,6 +165,7 @@ class PrivateUpdates:
             (self.rounds <= config.most_rounds, f"rounds {self.rounds}; most_rounds is {config.most_rounds}"),
             (not config.methods or "dp-fedavg" in config.methods, "site.toml does not allow dp-fedavg"),
             (Trust.UNTRUSTED_SERVER in config.trust, "site.toml does not allow untrusted-server"),
+            (not config.ask, "site.toml has ask = true, and the mod asks nobody; use a folder whose site.toml has not"),
         ):
             if not fine:
                 raise SordinoError(f"site: {what}.")
