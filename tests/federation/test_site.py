@@ -397,12 +397,13 @@ def test_terms_that_come_to_nothing_leave_few_folders(tiny, talk, monkeypatch, t
     used = talk.terms
     if trust == "untrusted-server":
         assert talk.round(0).kind == "update"
-    for k in range(8):
-        assert talk.propose(replace(used, run=f"{k:032x}")).kind == "agreed"
+    proposed = [federation.terms(run=f"{k:032x}") for k in range(8)]
+    for terms in proposed:
+        assert talk.propose(terms).kind == "agreed"
     left = {path.name for path in talk.site.runs.iterdir()}
     last = {f"{k:032x}" for k in range(5, 8)}
     assert left == (last | {used.run} if trust == "untrusted-server" else last)
-    assert talk.propose(replace(used, run=f"{0:032x}")).kind == "agreed"  # it is proposed again
+    assert talk.propose(proposed[0]).kind == "agreed"  # it is proposed again
     if trust == "untrusted-server":
         assert talk.round(1).kind == "update"  # of the run that had begun
 

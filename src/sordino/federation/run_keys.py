@@ -50,11 +50,16 @@ def fresh(folder: Path, identity: Identity) -> str:
     return box + identity.sign(_content(identity.name, box)).hex()
 
 
-def waiting(folder: Path, text: str) -> bytes:
+def waiting(folder: Path, text: str, run: str) -> bytes:
     """The private half of a key that this site drew for a run.
 
+    Args:
+      folder: the site's folder.
+      text: what `fresh` returned.
+      run: the run whose terms name the key.
+
     Raises:
-      Refused: it is not there.
+      Refused: it is not there, or another run took it.
     """
     path = folder / FOLDER / text[:64]
     if not TEXT.fullmatch(text) or not path.is_file():
@@ -63,7 +68,17 @@ def waiting(folder: Path, text: str) -> bytes:
             "the terms name a run key that this folder does not have: it was copied or restored from before the run, "
             "or the run is over here. Use the original folder, or begin a new run with this one alone",
         )
-    return path.read_bytes()
+    private, taken = path.read_bytes()[:32], path.read_bytes()[32:].decode()
+    if taken not in ("", run):  # it would stay here when one of the two has ended, and open what was recorded of it
+        raise Refused("policy", f"the terms name the run key of run {taken}, and every run has a key of its own")
+    return private
+
+
+def take(folder: Path, text: str, run: str) -> bytes:
+    """The private half of a key, which is from now on that of this run. See `waiting`."""
+    private = waiting(folder, text, run)
+    files.write(folder / FOLDER / text[:64], private + run.encode())
+    return private
 
 
 def erase(folder: Path, text: str) -> None:

@@ -270,7 +270,7 @@ class Site(SiteData):
             run_keys.roster_of_run(self.roster_of(terms), terms)
         except SordinoError as error:
             raise Refused("policy", str(error)) from None
-        run_keys.waiting(self.config.folder, terms.run_keys[terms.names.index(self.config.name)])
+        run_keys.waiting(self.config.folder, terms.run_keys[terms.names.index(self.config.name)], terms.run)
         known = set(rotations.accepted(self.config.folder))
         if new := [link for link in rotations.parsed(terms.rotations) if link not in known]:
             rotations.accept(self.config.folder, new)

@@ -113,7 +113,7 @@ class SiteRun:
             files.write(new / APPROVED, b"")
         if terms.secure:
             mine = terms.run_keys[terms.names.index(site.config.name)]
-            files.write(new / run_keys.FILE, run_keys.waiting(site.config.folder, mine))
+            files.write(new / run_keys.FILE, run_keys.take(site.config.folder, mine, terms.run))
         files.write(new / "noise", ("" if site.config.seed is None else str(site.config.seed)).encode())
         files.write(new / "spec.toml", terms.spec.encode())
         files.write(new / "README.txt", readmes.of_run(None, readmes.SITE_RUN).encode())
