@@ -314,9 +314,10 @@ AUDIT_LEDGER: Mapping[str, str] = {  # ledger.json of a site's copy for an audit
     "receipt": "Null where the site has no key or no ledger.",
     **{f"receipt.{key}": reason for key, reason in RECEIPT.items()},
 }
-AUDIT_EVENTS: Mapping[str, str] = {  # log.jsonl of a site's copy: of events.jsonl, these fields alone
+AUDIT_LEFT_OUT = ("failed",)  # lines of events.jsonl that no copy has, because noise hides that a site failed
+AUDIT_EVENTS: Mapping[str, str] = {  # log.jsonl of a site's copy: of the other lines, these fields alone
     "time": WHEN,
-    "what": KNOWN_TO_THE_SERVER,
+    "what": f"{KNOWN_TO_THE_SERVER} Lines about failures are left out, because noise hides them.",
     "run": "128 random bits that the coordinator drew.",
     "method": SETTING,
     "rounds": SETTING,
@@ -326,7 +327,8 @@ AUDIT_EVENTS: Mapping[str, str] = {  # log.jsonl of a site's copy: of events.jso
     "epsilon": ACCOUNT,
 }
 AUDIT_PROGRESS: Mapping[str, str] = {  # log.jsonl of a coordinator's copy: of progress.jsonl, these fields alone
-    **{key: AUDIT_EVENTS[key] for key in ("time", "what", "run", "method", "rounds", "t", "place", "epsilon")},
+    "what": "What the coordinator did, or was told.",
+    **{key: AUDIT_EVENTS[key] for key in ("time", "run", "method", "rounds", "t", "place", "epsilon")},
     **dict.fromkeys(("site", "sites", "missing", "came"), "Names of sites, and who answered: the coordinator knows."),
     "kind": "The kind of a message.",
     "reason": "One of a few constant texts.",

@@ -1,7 +1,7 @@
 """A copy for an auditor, who only reads: certificates, how far the ledger is, and the log without private figures.
 
 Every field of the copy is on the list of `sordino.evidence.public`, and only what is listed is copied. So the
-copy of a site has no record, no key, no score on test records, and no text that a failure left in the log.
+copy of a site has no record, no key, no score on test records, and no word of a failure, which noise hides.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ def audit_copy(folder: Path, out: Path) -> list[str]:
     if (folder / "site.toml").exists():
         texts, runs, log = _of_site(folder), sorted((folder / "runs").glob("[!.]*")), folder / "events.jsonl"
         listed: Mapping[str, str] = public.AUDIT_EVENTS
+        left_out: tuple[str, ...] = public.AUDIT_LEFT_OUT
     elif (folder / "federation.toml").exists():
         texts, runs, log = _of_coordinator(folder), [folder / "run"], folder / "run" / "progress.jsonl"
-        listed = public.AUDIT_PROGRESS
+        listed, left_out = public.AUDIT_PROGRESS, ()
     else:
         raise SordinoError(f"'{folder}' holds neither site.toml nor federation.toml; name a folder that does.")
-    texts["log.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in _listed(log, listed))
+    texts["log.jsonl"] = "".join(f"{json.dumps(line)}\n" for line in _listed(log, listed, left_out))
     out.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
         (out / name).write_text(text, encoding="utf-8")
@@ -92,10 +93,11 @@ def _of_coordinator(folder: Path) -> dict[str, str]:
     return texts | ({"roster.toml": roster.read_text(encoding="utf-8")} if roster.exists() else {})
 
 
-def _listed(path: Path, listed: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-    """The lines of a log, with the listed fields alone."""
+def _listed(path: Path, listed: Mapping[str, str], left_out: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """The lines of a log but for these kinds, with the listed fields alone."""
     for line in parsed(read_lines(path)):
-        yield {key: value for key, value in line.items() if key in listed}
+        if line.get("what") not in left_out:
+            yield {key: value for key, value in line.items() if key in listed}
 
 
 def _copy_run(run: Path, out: Path) -> None:
