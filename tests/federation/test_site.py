@@ -988,6 +988,21 @@ def test_a_site_that_is_protected_as_a_whole_tells_no_number_and_answers_no_othe
         check_rules(federation.site(FOUR[0]), federation.terms(sizes=(24,) * 4, run="cd" * 16))
 
 
+@pytest.mark.parametrize("records", [1, 2])
+def test_a_whole_site_with_few_records_answers_as_any_other(tiny, talk, records):
+    """A refusal told that they are too few to hold out one, which was exact."""
+    federation = tiny("dp-fedgd", names=FOUR, unit="client", rounds=1)
+    path = federation.place("a") / "data.npz"
+    for name in FOUR:
+        federation.configure(name, unit="client")
+    with np.load(path) as stored:
+        x, y = stored["x"], stored["y"]
+    np.savez(path, x=x[:records], y=y[:records])
+    federation.run()
+    assert federation.progress("round")[0]["came"] == list(FOUR)
+    assert not [event for event in federation.events("a") if event["what"] in ("refused", "failed")]
+
+
 def test_a_whole_site_moves_the_integers_by_what_is_claimed(tiny):
     """All records of a site are replaced, and their number changes too."""
     federations = [tiny("dp-fedgd", trust="secure-aggregation", names=FOUR, unit="client") for _ in range(2)]

@@ -113,6 +113,7 @@ def load(
     whole_persons: bool = True,
     own_ids: bool = False,
     by_client: bool = True,
+    some_tests: bool = True,
     schema: Schema | None = None,
     text: TextColumn | None = None,
 ) -> Dataset:
@@ -140,6 +141,7 @@ def load(
         own_ids: equal ids of persons at two clients are two persons.
         by_client: hold out a part of each client. Where the client of a record is not fixed, or a person may be at
           several, a part of all records together: else whose a record is would decide about others.
+        some_tests: refuse records that are too few to hold out one. Where their number is private, a refusal tells it.
         schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
         text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
@@ -188,7 +190,8 @@ def load(
     tested: np.ndarray | None = None
     if x_test is None or y_test is None:
         parts = site if by_client or whole_clients else None
-        out = _held_out(len(y), parts, who if whole_persons else None, test_fraction, seed, whole_clients)
+        persons = who if whole_persons else None
+        out = _held_out(len(y), parts, persons, test_fraction, seed, whole_clients, some_tests)
         tested = np.flatnonzero(out)
         x, x_test, y, y_test = x[~out], x[out], y[~out], y[out]
         who_test = None if who is None else who[out]
@@ -236,7 +239,13 @@ def _labels(
 
 
 def _held_out(
-    records: int, site: np.ndarray | None, who: np.ndarray | None, fraction: float, seed: int, whole_clients: bool
+    records: int,
+    site: np.ndarray | None,
+    who: np.ndarray | None,
+    fraction: float,
+    seed: int,
+    whole_clients: bool,
+    some: bool,
 ) -> np.ndarray:
     """Which records are for testing: by position, never by label, so that it does not depend on what a record says."""
     rng = generator(seed, "hold out")
@@ -244,8 +253,8 @@ def _held_out(
         return hold_out_clients(unit_numbers(site), fraction, rng)
     whose = np.zeros(records, np.int64) if site is None else np.unique(site, return_inverse=True)[1]
     if who is not None:  # a person in both parts would make the test easier than the use of the model
-        return hold_out_persons(whose, who, fraction, rng)
-    return hold_out(whose, fraction, rng)
+        return hold_out_persons(whose, who, fraction, rng, some=some)
+    return hold_out(whose, fraction, rng, some=some)
 
 
 def read_features(source: str, columns: Sequence[str], count: int) -> np.ndarray:

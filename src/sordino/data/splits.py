@@ -53,8 +53,9 @@ def apportion(weights: np.ndarray, total: int) -> np.ndarray:
     return sizes
 
 
-def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
-    """Mask of test records: `fraction` of each stratum to within one record, and never a whole stratum."""
+def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator, *, some: bool = True) -> np.ndarray:
+    """Mask of test records: `fraction` of each stratum to within one record, and never a whole stratum; with `some`,
+    at least one record in all."""
     sizes = np.bincount(strata)
     ends = sizes.cumsum()
     # The running total is rounded, because many small strata would each round to 0.
@@ -62,12 +63,14 @@ def hold_out(strata: np.ndarray, fraction: float, rng: np.random.Generator) -> n
     order = np.lexsort((rng.random(len(strata)), strata))
     chosen = np.zeros(len(strata), bool)
     chosen[order] = np.arange(len(strata)) - np.repeat(ends - sizes, sizes) < np.repeat(quota, sizes)
-    if not chosen.any():
+    if some and not chosen.any():
         raise SordinoError(f"test_fraction: {fraction} of {len(strata)} records leaves no test part; raise it.")
     return chosen
 
 
-def hold_out_persons(whose: np.ndarray, person: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:
+def hold_out_persons(
+    whose: np.ndarray, person: np.ndarray, fraction: float, rng: np.random.Generator, *, some: bool = True
+) -> np.ndarray:
     """Mask of test records: all records of about `fraction` of each client's persons.
 
     A person at several clients counts for the client of its first record, and is held out at all of them. Who is held
@@ -75,7 +78,7 @@ def hold_out_persons(whose: np.ndarray, person: np.ndarray, fraction: float, rng
     """
     index = by_appearance(person)
     _, first = np.unique(index, return_index=True)
-    return np.asarray(hold_out(whose[first], fraction, rng)[index])
+    return np.asarray(hold_out(whose[first], fraction, rng, some=some)[index])
 
 
 def hold_out_clients(whose: np.ndarray, fraction: float, rng: np.random.Generator) -> np.ndarray:

@@ -193,6 +193,7 @@ class SiteData:
             normalize=normalize,
             classes=config.classes,
             by_client=False,  # all records are this site's; a client array of an .npz must not decide who is held out
+            some_tests=self.unit.sizes_public,
             text=text_column(config, config.length),
         )
         return dataset._replace(schema=schema)
