@@ -91,6 +91,37 @@ def test_a_coordinator_cannot_fill_the_disk_with_questions(asking, monkeypatch):
     assert len(studies(folder)) == 3
 
 
+def test_a_site_that_begins_to_ask_asks_about_runs_it_agreed_to_before(asking, talk):
+    asking.configure(NORTH, ask=False)
+    study = talk(asking.site(NORTH), asking.terms())
+    assert study.propose().kind == "agreed"
+    assert study.round(0).kind == "update"
+    asking.configure(NORTH, ask=True)
+    study.site = asking.site(NORTH)
+    assert study.round(1).fields["code"] == "approval"
+    approvals.answer(asking.place(NORTH), digest_of(study.terms)[:12], approved=True)
+    assert study.round(1).kind == "update"
+    assert [each.state for each in studies(asking.place(NORTH))] == ["used"]
+    study.site = asking.site(NORTH)
+    assert study.say("evaluate", {"run": study.terms.run, "terms": study.terms.sha256()}).fields["code"] == "malformed"
+
+
+@pytest.mark.parametrize("batch", ["full", "poisson:4"])
+def test_runs_that_wait_for_nobody_leave_the_reserve(tiny, talk, batch):
+    """Each fits into the budget without the reserve, as long as the other, which lost its place, spends nothing."""
+    federation = tiny(rounds=2, batch=batch)
+    federation.configure(NORTH, epsilon=13.0, delta=1e-5, reserve_epsilon=4.0, study_idle=1e-9, most_studies=1)
+    runs = [talk(federation.site(NORTH), federation.terms(run=2 * letter * 8)) for letter in ("ab", "cd")]
+    assert [run.propose().kind for run in runs] == ["agreed", "agreed"]
+    replies = [run.round(t) for run in runs for t in range(2)]
+    assert [reply.kind for reply in replies[:2]] == ["update", "update"]
+    assert replies[-1].fields["code"] == "approval"
+    with federation.ledger(NORTH) as ledger:
+        assert ledger.spent_epsilon(ledger.account(), 1e-5) <= 9.0
+    approvals.answer(federation.place(NORTH), digest_of(runs[1].terms)[:12], approved=True)
+    assert runs[1].round(1).kind == "update"
+
+
 def test_a_site_that_does_not_ask_is_as_before(asking):
     asking.configure(NORTH, ask=False)
     asking.run()

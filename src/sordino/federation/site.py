@@ -287,16 +287,44 @@ class Site(SiteData):
         Raises:
           OverspentError: it does not fit.
         """
-        config = self.config
         entries = self._promised(ledger, terms.run) + promises.cost(terms, mine, account)
         ledger.afford(entries)
-        if config.ask or not config.reserve_epsilon:
-            return config.ask
+        return self.config.ask or not self._leaves_reserve(ledger, entries)
+
+    def _check_approval(self, ledger: Ledger, run: SiteRun, entries: list[Charge]) -> None:
+        """Refuse an answer that needs a person who did not approve the run: site.toml may ask since then, and runs
+        without a place in the queue, to which nothing is promised, may have spent all but the reserve.
+
+        Args:
+          ledger: of the site.
+          run: the run.
+          entries: the charges of the answer, where they are from the account that has a reserve.
+
+        Raises:
+          Refused: nobody approved the run. The question is stored.
+        """
+        config, name = self.config, run.terms.run
+        if run.used_approval:
+            return
+        if not config.ask:
+            if any(entry.rate < 1 for entry in entries) and not ledger.reserved(name, run.account):
+                entries = promises.cost(run.terms, run.mine, run.account)  # charged as a whole, before its first answer
+            if self._leaves_reserve(ledger, entries):
+                return
+        approvals.check(config.folder, run.terms)
+        approvals.use(config.folder, run.terms)
+        run.note_approval()
+
+    def _leaves_reserve(self, ledger: Ledger, entries: list[Charge]) -> bool:
+        """Whether charges leave the part of the budget that only approved runs may use."""
+        config = self.config
+        if not config.reserve_epsilon:
+            return True
         try:
             ledger.afford(entries, (config.epsilon - config.reserve_epsilon, config.delta))
         except OverspentError:
-            return True
-        return False
+            return False
+        return True
 
     def _promised(self, ledger: Ledger, but: str) -> list[Charge]:
         """What the rounds of other open studies will cost, where they were not charged yet."""
@@ -355,6 +383,7 @@ class Site(SiteData):
                 entries = [Charge(run.account, t, "nothing", 0.0, 1.0, 1, run.terms.run)]
             ledger.afford(entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
+            self._check_approval(ledger, run, entries)
             round_plan = next(round_plans(run.plan, run.model, t))
             broadcast = run.broadcast(message, round_plan)
             if run.mine not in round_plan.cohort:
@@ -432,6 +461,7 @@ class Site(SiteData):
             entries = _evaluation_entries(run.terms, run.mine, run.account)
             self._afford_evaluation(ledger, entries)
             check_rules(self, run.terms)  # site.toml may have become stricter
+            self._check_approval(ledger, run, [])
             theta = run.vector(message, "theta")
             if run.terms.secure:
                 _check_offers(run, run.plan.rounds, offers)

@@ -185,6 +185,10 @@ class SiteRun:
         """Whether a person's approval was used up for this run."""
         return (self.folder / APPROVED).exists()
 
+    def note_approval(self) -> None:
+        """Store that this run used up a person's approval."""
+        files.write(self.folder / APPROVED, b"")
+
     @property
     def over(self) -> bool:
         return not (self.folder / "secret").exists()
