@@ -68,7 +68,8 @@ def waiting(folder: Path, text: str, run: str) -> bytes:
             "the terms name a run key that this folder does not have: it was copied or restored from before the run, "
             "or the run is over here. Use the original folder, or begin a new run with this one alone",
         )
-    private, taken = path.read_bytes()[:32], path.read_bytes()[32:].decode()
+    stored = path.read_bytes()
+    private, taken = stored[:32], stored[32:].decode()
     if taken not in ("", run):  # it would stay here when one of the two has ended, and open what was recorded of it
         raise Refused("policy", f"the terms name the run key of run {taken}, and every run has a key of its own")
     return private
@@ -76,8 +77,9 @@ def waiting(folder: Path, text: str, run: str) -> bytes:
 
 def take(folder: Path, text: str, run: str) -> bytes:
     """The private half of a key, which is from now on that of this run. See `waiting`."""
-    private = waiting(folder, text, run)
-    files.write(folder / FOLDER / text[:64], private + run.encode())
+    private, path = waiting(folder, text, run), folder / FOLDER / text[:64]
+    if path.stat().st_size == len(private):
+        files.append(path, run)  # in place: a kill leaves no copy of the key
     return private
 
 
