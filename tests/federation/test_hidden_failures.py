@@ -113,6 +113,22 @@ def test_under_masks_the_sum_opens(tiny, failing):
     assert not federation.progress("refused")
 
 
+def test_that_the_test_records_cannot_be_scored_is_not_told(tiny, talk, monkeypatch):
+    """A model of the coordinator's choice may be one that a site's own test records do not fit."""
+    federation = tiny("dp-fedgd", names=FOUR, rounds=1)
+
+    def failed(*_, **__):
+        raise IndexError("index out of range in self")
+
+    monkeypatch.setattr(site_run, "scores_to_compare", failed)
+    monkeypatch.setattr(site_run, "evaluate", failed)
+    talk = talk(federation.site("a"), federation.terms())
+    assert [talk.propose().kind, talk.round(0).kind] == ["agreed", "update"]
+    fields = {"run": talk.terms.run, "terms": talk.terms.sha256(), "done": 1}
+    assert talk.say("finish", fields, {"theta": NUMBERS}).kind == "finished"
+    assert federation.events("a")[-1]["what"] == "finished"
+
+
 @pytest.mark.parametrize("trust", ["untrusted-server", "secure-aggregation"])
 def test_of_persons(tiny, talk, failing, trust):
     """As one person without records."""

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tomli_w
 import torch
@@ -195,3 +196,20 @@ def test_labels_of_texts_are_learned_from_a_folder_of_weights(fast, tmp_path):
     coordinator, _ = made.run()
     _, theta, *_ = load_model(coordinator.out / "model.safetensors", weights)
     torch.testing.assert_close(theta, simulated_rounds(made, coordinator, simulate)[-1].model, rtol=2e-6, atol=2e-6)
+
+
+def test_one_row_with_an_id_beyond_the_vocabulary_does_not_silence_a_site(fast, tmp_path):
+    """A site whose sum fails sends noise alone: one such record took all others out of the update."""
+    weights = language.roberta(tmp_path)
+    spec = {"method": "dp-fedgd", "rounds": 1, "epsilon": 8.0, "delta": 1e-5, "trust": "untrusted-server"}
+    spec |= {"model": "sequence-lora", "length": LENGTH, "lora_rank": 2, "lora_dropout": 0.0, "normalize": "none"}
+    made = LocalFolders(Path(fast) / "ids", spec, tiny=True)
+    made.about |= {"features": LENGTH, "classes": ["1", "5"], "weights": str(weights)}
+    (made.coordinator / "federation.toml").write_text(tomli_w.dumps(made.about))
+    for name in made.names:
+        made.configure(name, classes=["1", "5"], weights=str(weights), models=["sequence-lora"])
+        ids = np.random.default_rng(0).integers(5, 12, (20, LENGTH)).astype(np.float32)
+        ids[::3, 2] = 1e6 if name == "north" else 5
+        np.savez(made.place(name) / "data.npz", x=ids, y=np.arange(20) % 2 * 4 + 1)
+    made.run()
+    assert [event["what"] for event in made.events("north")] == ["agreed", "finished"]

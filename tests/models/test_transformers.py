@@ -358,3 +358,19 @@ def test_memory_of_rows_that_is_free_is_not_taken_for_that_of_others():
     assert place in seen._from_rows
     kept = [torch.UntypedStorage(16) for _ in range(2000)]
     assert all(each._cdata != place for each in kept)
+
+
+def test_a_row_with_ids_beyond_the_vocabulary_does_not_end_the_sum(encoder):
+    """At a site of a federation a sum that fails is noise alone: one such record took all others out of it."""
+    _, network, build = encoder("Bert")
+    model, ids = build(lora_dropout=0.0), rows(network).double()
+    whole = model.clipped_sum(away(model), Shard(ids, torch.zeros(4).long(), torch.ones(4)), 1.0)
+    for wrong in (WORDS, -1, 1e30, float("nan")):
+        odd = ids.clone()
+        odd[3, 4] = wrong
+        other = model.clipped_sum(away(model), Shard(odd, torch.zeros(4).long(), torch.ones(4)), 1.0)
+        assert 0 < (whole - other).norm() <= 2
+        padded = ids.clone()
+        padded[3, 4] = network.config.pad_token_id
+        same = model.clipped_sum(away(model), Shard(padded, torch.zeros(4).long(), torch.ones(4)), 1.0)
+        assert torch.equal(other, same)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import secrets
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -46,6 +47,7 @@ from sordino.training.private_statistics import LARGER_EPSILON, found_schema, ro
 from sordino.tree import leaves, pack, rebuild, tree_map, unpack
 from sordino.version import __version__
 
+log = logging.getLogger("sordino.site")
 APPROVED = "approved"  # a file in the folder of a run that used up an approval
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
@@ -477,7 +479,12 @@ class SiteRun:
         files.write(self.folder / "README.txt", readmes.of_run(cert, readmes.SITE_RUN).encode())
         files.write(self.folder / "certificate.json", (json.dumps(cert, indent=2) + "\n").encode())
         self._end()
-        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **self._hint(theta))
+        try:
+            hint = self._hint(theta)
+        except Exception:  # it is for the site alone: that its test records cannot be scored does not leave
+            log.exception("the model could not be evaluated")
+            hint = {}
+        self.site.note("finished", run=self.terms.run, epsilon=cert["epsilon"], rounds=done, **hint)
 
     def _end(self) -> None:
         """Delete the run's secret, and with it the chance to answer again; then the bytes of its answers.

@@ -56,15 +56,18 @@ class Sequences(nn.Module):
       pad: the id of the padding at the end of a row.
       ends: the padding is the end of a text too, so that its first token is learned.
       after: only tokens after the first of this id count, as for answers after a question; None counts all.
+      vocabulary: what is no id below it counts as padding, because the network would refuse it with all other rows.
     """
 
-    def __init__(self, network: nn.Module, pad: int, ends: bool, after: int | None = None) -> None:
+    def __init__(
+        self, network: nn.Module, pad: int, ends: bool, after: int | None = None, vocabulary: float = math.inf
+    ) -> None:
         super().__init__()
-        self.network, self.pad, self.ends, self.after = network, pad, ends, after
+        self.network, self.pad, self.ends, self.after, self.vocabulary = network, pad, ends, after, vocabulary
 
     def forward(self, x: Tensor, tokens: bool = False) -> Tensor:
         """Scores (n, 2) of rows; or logits (n, length, vocabulary) of the tokens after each position."""
-        rows = x.long()
+        rows = torch.where((x >= -self.vocabulary) & (x < self.vocabulary), x, self.pad).long()
         logits: Tensor = self.network(input_ids=_ids(rows), use_cache=False).logits
         if tokens:
             return logits
@@ -195,7 +198,7 @@ def build(
         raise SordinoError(f"length: {length} must {upper}.")
     how: dict[str, Any] = {"rank": rank, "alpha": alpha, "dropout": dropout, "variant": variant}
     adapt(network, targets=targets, head=[], seed=seed, **how)
-    module = Sequences(network, special.pad, special.pad == special.end, after)
+    module = Sequences(network, special.pad, special.pad == special.end, after, special.vocabulary)
     return TorchModel(module, shape=(length,), autocast=autocast, chunk=chunk, classes=2, check=check)
 
 

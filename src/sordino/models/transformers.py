@@ -35,16 +35,21 @@ ROUTERS = re.compile("Expert|Router|M[oO][eE](?![a-z])|Sparse(MLP|Moe)")  # in t
 
 
 class Rows(nn.Module):
-    """Logits of rows, from a model of images or of token ids. `pixels` turns rows into images."""
+    """Logits of rows, from a model of images or of token ids. `pixels` turns rows into images.
 
-    def __init__(self, network: nn.Module, pad: int | None = None, pixels: Pixels | None = None) -> None:
+    What is no id below `vocabulary` counts as padding: the network would refuse it, and with it all other rows.
+    """
+
+    def __init__(
+        self, network: nn.Module, pad: int | None = None, pixels: Pixels | None = None, vocabulary: float = math.inf
+    ) -> None:
         super().__init__()
-        self.network, self.pad, self.pixels = network, pad, pixels
+        self.network, self.pad, self.pixels, self.vocabulary = network, pad, pixels, vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
         if self.pad is None:
             return _logits(self.network(x if self.pixels is None else self.pixels(x)))
-        ids = x.long()
+        ids = torch.where((x >= 0) & (x < self.vocabulary), x, self.pad).long()
         tokens = ids != self.pad
         mask = tokens.to(x.dtype) if wants_tokens(self.network) else additive(tokens, x.dtype)
         return _logits(self.network(input_ids=ids, attention_mask=mask))
@@ -147,7 +152,8 @@ def build(
     adapt(network, targets=targets, head=head, seed=seed, **how)
     prepare(network, autocast)
     pixels = None if TRANSFORMERS[name].text else _pixels(name, about, weights, image, mean, std)
-    module = Rows(network.to(device), about.pad_token_id if TRANSFORMERS[name].text else None, pixels)
+    of_text = (about.pad_token_id, None, about.vocab_size) if TRANSFORMERS[name].text else (None, pixels)
+    module = Rows(network.to(device), *of_text)
     if known is not None:
         _check_mask(module, known)
     trained = [(key, tuple(value.shape)) for key, value in module.named_parameters() if value.requires_grad]
