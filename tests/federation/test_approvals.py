@@ -122,6 +122,29 @@ def test_runs_that_wait_for_nobody_leave_the_reserve(tiny, talk, batch):
     assert runs[1].round(1).kind == "update"
 
 
+def test_a_reserve_that_is_set_later_counts_at_once(tiny, talk):
+    federation = tiny(rounds=2)
+    federation.configure(NORTH, epsilon=8.5, delta=1e-5)
+    study = talk(federation.site(NORTH), federation.terms())
+    assert [study.propose().kind, study.round(0).kind] == ["agreed", "update"]
+    federation.configure(NORTH, epsilon=8.5, delta=1e-5, reserve_epsilon=2.0)
+    study.site = federation.site(NORTH)
+    assert study.round(1).fields["code"] == "approval"
+    approvals.answer(federation.place(NORTH), digest_of(study.terms)[:12], approved=True)
+    assert study.round(1).kind == "update"
+
+
+def test_a_run_keeps_what_it_was_promised_while_another_uses_the_reserve(tiny, talk):
+    federation = tiny(rounds=2)
+    federation.configure(NORTH, epsilon=13.0, delta=1e-5, reserve_epsilon=4.0, most_studies=2)
+    first, second = (talk(federation.site(NORTH), federation.terms(run=2 * letter * 8)) for letter in ("ab", "cd"))
+    assert [first.propose().kind, first.round(0).kind] == ["agreed", "update"]
+    assert second.propose().fields["code"] == "approval"
+    approvals.answer(federation.place(NORTH), digest_of(second.terms)[:12], approved=True)
+    assert [second.propose().kind, second.round(0).kind, second.round(1).kind] == ["agreed", "update", "update"]
+    assert first.round(1).kind == "update"
+
+
 def test_a_site_that_does_not_ask_is_as_before(asking):
     asking.configure(NORTH, ask=False)
     asking.run()

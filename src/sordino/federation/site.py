@@ -236,8 +236,9 @@ class Site(SiteData):
                 self._forget_unused(ledger)
             run = SiteRun.make(self, terms, account, approved=needs_person)
             self._open[terms.run] = run
+            self.queue.heard(terms.run)
             self.note("agreed", run=terms.run, method=terms.plan.method.name, rounds=terms.plan.rounds)
-        self.queue.heard(terms.run)
+        self._heard(run)
         with self.ledger() as ledger:
             run.settle(ledger)
             receipt = self._receipt(ledger.state())
@@ -292,8 +293,9 @@ class Site(SiteData):
         return self.config.ask or not self._leaves_reserve(ledger, entries)
 
     def _check_approval(self, ledger: Ledger, run: SiteRun, entries: list[Charge]) -> None:
-        """Refuse an answer that needs a person who did not approve the run: site.toml may ask since then, and runs
-        without a place in the queue, to which nothing is promised, may have spent all but the reserve.
+        """Refuse an answer that needs a person who did not approve the run: site.toml may ask since then, or keep a
+        larger reserve; and of a run that lost its place, to which nothing was promised meanwhile, others may have got
+        all but the reserve.
 
         Args:
           ledger: of the site.
@@ -307,9 +309,11 @@ class Site(SiteData):
         if run.used_approval:
             return
         if not config.ask:
+            if not (run.lost_place or config.reserve_epsilon > run.agreed_reserve):
+                return
             if any(entry.rate < 1 for entry in entries) and not ledger.reserved(name, run.account):
                 entries = promises.cost(run.terms, run.mine, run.account)  # charged as a whole, before its first answer
-            if self._leaves_reserve(ledger, entries):
+            if self._leaves_reserve(ledger, self._promised(ledger, name) + entries):
                 return
         approvals.check(config.folder, run.terms)
         approvals.use(config.folder, run.terms)
@@ -622,8 +626,15 @@ class Site(SiteData):
         if terms != run.terms.sha256():
             raise Refused("changed", f"run {name}")
         if not run.over:
-            self.queue.heard(name)
+            self._heard(run)
         return run
+
+    def _heard(self, run: SiteRun) -> None:
+        """Note that a message of a run came, and whether the run had lost its place before."""
+        name = run.terms.run
+        if not run.over and not run.lost_place and name not in self.queue.open_studies():
+            run.note_lost_place()
+        self.queue.heard(name)
 
     def _run(self, name: str) -> SiteRun:
         if name not in self._open:

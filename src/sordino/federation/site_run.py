@@ -49,6 +49,8 @@ from sordino.version import __version__
 
 log = logging.getLogger("sordino.site")
 APPROVED = "approved"  # a file in the folder of a run that used up an approval
+RESERVE = "reserve"  # a file in the folder of a run: reserve_epsilon of site.toml when the run was agreed to
+LOST_PLACE = "lost-place"  # a file in the folder of a run that lost its place in the queue
 ROUND_LIMIT = 2**20  # bytes that a round's message may have beyond the model's own
 
 
@@ -110,6 +112,7 @@ class SiteRun:
         files.write(new / "data", site.dataset_id.encode())
         files.write(new / "columns", json.dumps(site.columns).encode())
         files.write(new / "account", account.encode())
+        files.write(new / RESERVE, str(site.config.reserve_epsilon).encode())
         files.write(new / "secret", secrets.token_bytes(32))
         if approved:
             files.write(new / APPROVED, b"")
@@ -190,6 +193,21 @@ class SiteRun:
     def note_approval(self) -> None:
         """Store that this run used up a person's approval."""
         files.write(self.folder / APPROVED, b"")
+
+    @property
+    def agreed_reserve(self) -> float:
+        """The part of the site's budget that was kept for approved runs when this one was agreed to."""
+        path = self.folder / RESERVE
+        return float(path.read_text()) if path.exists() else 0.0
+
+    @property
+    def lost_place(self) -> bool:
+        """Whether the run lost its place in the queue, and with it what it was promised."""
+        return (self.folder / LOST_PLACE).exists()
+
+    def note_lost_place(self) -> None:
+        """Store that it did."""
+        (self.folder / LOST_PLACE).touch(mode=0o600)
 
     @property
     def over(self) -> bool:
