@@ -243,16 +243,17 @@ def test_many_numbers_of_releases_are_rounded_up(batch, monkeypatch):
     for name, calls in (("_curve", curves), ("_search", searched)):
         whole = getattr(subsampled, name)
         monkeypatch.setattr(subsampled, name, lambda *a, f=whole, c=calls, **k: c.append(a) or f(*a, **k))
-    of_rows = many._on_grids
+    of_rows, of_epochs, together = many._on_grids, many._epoch_factors, list[object]()
     monkeypatch.setattr(many, "_on_grids", lambda b, *a: curves.extend(b.target) or of_rows(b, *a))
+    monkeypatch.setattr(many, "_epoch_factors", lambda e, *a: together.extend(e) or of_epochs(e, *a))
     monkeypatch.setattr(subsampled, "_stored_text", lambda key: None)
     std = calibration.client_std(found, 0, 0)
     groups = spending.groups(found)
+    assert not searched  # no account by itself
     if batch == "allocation:4":
-        assert len(searched) <= calibration.EPOCH_ACCOUNTS < 0.4 * len(groups)
-        assert len(curves) < 4 * len(searched)
-    else:  # no search of one account by itself
-        assert not searched
+        assert len(together) <= calibration.EPOCH_ACCOUNTS < 0.4 * len(groups)
+        assert len(curves) < 4 * len(together)
+    else:
         assert len(curves) < 3 * 0.8 * len(groups)
     chosen = groups[:: len(groups) // 2]
     assert max(spending.epsilon_of(found, group) for group in chosen) <= 3.0
@@ -357,7 +358,7 @@ def test_clients_without_releases_are_searched_beside_others():
         SampledAccount([SampledGaussian(0.1, 1.0, times)], 0.0, epsilon) for times, epsilon in ((9, 2.0), (12, 2.0))
     ]
     never, free = SampledAccount([], 0.0, 2.0), SampledAccount(some[0].releases, 0.0, math.inf)
-    found = subsampled.scales([some[0], never, free, some[1], never], 1e-5, Adjacency.ADD_REMOVE)
+    found = many.scales([some[0], never, free, some[1], never], 1e-5, Adjacency.ADD_REMOVE)
     assert [found[n] for n in (1, 2, 4)] == [0.0] * 3
     assert 0 < found[0] < found[3]
 

@@ -465,34 +465,37 @@ def _few_levels(accounts: np.ndarray, clients: np.ndarray, most: int) -> tuple[n
     alike = np.unique(np.delete(accounts, [*columns, -1], axis=1), axis=0, return_inverse=True)[1].reshape(-1)
     order = np.argsort(alike, kind="stable")
     starts = np.flatnonzero(np.diff(alike[order])) + 1
-    levels = [(_best_part(needs, clients, level), level) for level in np.split(order, starts)]
+    levels = np.split(order, starts)
+    parts = [_best_parts(needs, clients, level) for level in levels]
     while len(levels) < most:
-        widest = max(range(len(levels)), key=lambda n: levels[n][0][0])
-        (saved, first), level = levels[widest]
+        widest = max(range(len(parts)), key=lambda n: parts[n][0])
+        saved, *both = parts[widest]
         if not saved:
             break
-        rest = np.setdiff1d(level, first, assume_unique=True)
-        levels[widest : widest + 1] = [(_best_part(needs, clients, part), part) for part in (first, rest)]
+        levels[widest : widest + 1] = both
+        parts[widest : widest + 1] = [_best_parts(needs, clients, part) for part in both]
     rounded = accounts.copy()
-    for _, level in levels:
+    for level in levels:
         rounded[np.ix_(level, columns)] = accounts[np.ix_(level, columns)].max(0)
         rounded[level, -1] = accounts[level, -1].min()
     return _in_order(rounded)
 
 
-def _best_part(needs: np.ndarray, clients: np.ndarray, level: np.ndarray) -> tuple[int, np.ndarray]:
-    """What it saves to divide a level in two, and the accounts of the part that needs less."""
-    best, part = 0, level[:0]
-    largest = needs[level].max(0)
-    for column in needs.T:
-        order = level[np.argsort(column[level], kind="stable")]
-        ordered, number = needs[order], clients[order]
+def _best_parts(needs: np.ndarray, clients: np.ndarray, level: np.ndarray) -> tuple[int, np.ndarray, np.ndarray]:
+    """What it saves to divide a level in two, and the accounts of both parts; the first one needs less."""
+    best, parts = 0, (level[:0], level)
+    own = needs[level]
+    largest, differ = own.max(0), np.flatnonzero(np.ptp(own, axis=0))
+    for column in differ:
+        place = np.argsort(own[:, column], kind="stable")
+        ordered, number = own[place][:, differ], clients[level[place]]
         first, rest = np.maximum.accumulate(ordered)[:-1], np.maximum.accumulate(ordered[::-1])[-2::-1]
-        saved = number.cumsum()[:-1] * (largest - first).sum(1)
-        saved += number[::-1].cumsum()[-2::-1] * (largest - rest).sum(1)
-        if len(saved) and int(saved.max()) > best:
-            best, part = int(saved.max()), order[: int(saved.argmax()) + 1]
-    return best, part
+        saved = number.cumsum()[:-1] * (largest[differ] - first).sum(1)
+        saved += number[::-1].cumsum()[-2::-1] * (largest[differ] - rest).sum(1)
+        at = int(saved.argmax())
+        if int(saved[at]) > best:
+            best, parts = int(saved[at]), (level[place[: at + 1]], level[place[at + 1 :]])
+    return best, *parts
 
 
 def _in_order(levels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

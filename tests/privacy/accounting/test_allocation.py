@@ -12,7 +12,7 @@ from sordino.errors import SordinoError
 from sordino.evidence import second_account, verify
 from sordino.evidence.certificate import certificate
 from sordino.methods import build
-from sordino.privacy.accounting import allocation, events, gaussian, moments, subsampled
+from sordino.privacy.accounting import allocation, events, gaussian, many, moments, subsampled
 from sordino.privacy.accounting.samplers import SampledAccount
 from sordino.privacy.accounting.subsampled import SampledGaussian, Sampler
 from sordino.privacy.mechanisms.random import source
@@ -379,7 +379,7 @@ def test_many_accounts_share_their_search(adjacency, monkeypatch, tmp_path):
     grids, curve = [], subsampled._curve
     monkeypatch.setattr(subsampled, "_curve", lambda *args, **options: grids.append(1) or curve(*args, **options))
     releases = [[SampledGaussian(1 / bins, 1.0, 30, Sampler.ALLOCATION)] for bins in (40, 28, 20, 14)]
-    factors = subsampled.scales([SampledAccount(each, 0.0, 2.0) for each in releases], 1e-5, adjacency)
+    factors = many.scales([SampledAccount(each, 0.0, 2.0) for each in releases], 1e-5, adjacency)
     assert len(grids) <= 9 * len(subsampled._ways(adjacency))
     for each, factor in list(zip(releases, factors, strict=True))[1::2]:
         spent = [

@@ -137,7 +137,7 @@ def test_accounts_in_no_batch_are_searched_one_by_one():
 def test_what_is_stored_is_what_was_found(monkeypatch):
     asked = accounts((POISSON,))
     found = many.scales(asked, DELTA, ADD)
-    monkeypatch.setattr(many, "factors", None)
+    monkeypatch.delattr(many, "_search")
     assert many.scales(asked, DELTA, ADD) == found
 
 

@@ -56,6 +56,9 @@ MOST_AT_ONCE = 32  # the same of the first ones
 _PARTS = np.linspace(0.0, 1.0, 60)  # of the range of a term that places a grid
 _ROWS = 128  # alphas of several epochs that are computed together, at most
 MOST_PROFILES = 4096  # that are remembered
+_LOWER_TILTS = (0.7, 0.4, 0.2)  # as parts of the best one
+_STEPS = 6  # of a tilt, to either side
+_ENDS = [1, 1 + _STEPS]
 _SHORTFALL = 8.0  # standard deviations by which the other terms may fall short of their mean before a cut costs much
 _UNIT = 2.0**-52
 _LEAST = (
@@ -373,7 +376,7 @@ def _profiles(epochs: Sequence[Epoch]) -> list[tuple[Array, Array]]:
             losses = epsilons[epoch]
             while len(losses) < len(deltas[epoch]) + wanted[epoch]:
                 losses.append(min(losses[-1] + max(epoch.spacing, epoch.growth * losses[-1]), MOST_LOSS))
-        found = _at_losses([(epoch, epsilons[epoch][-wanted[epoch] :]) for epoch in pending])
+        found = at_losses([(epoch, epsilons[epoch][-wanted[epoch] :]) for epoch in pending])
         wanted = dict.fromkeys(pending, _AT_ONCE)
         still = []
         for epoch, new in zip(pending, found, strict=True):
@@ -410,7 +413,7 @@ def epsilon_near(epoch: Epoch, delta: float, near: float, spacing: float) -> flo
     """
     steps = np.concatenate([spacing * (0.5 + np.arange(4)), _geometric(6 * spacing, 1.5, 5)])
     losses = np.minimum(near * np.exp(np.concatenate([-steps[::-1], steps])), MOST_LOSS)
-    (deltas,) = _at_losses([(epoch, losses.tolist())])
+    (deltas,) = at_losses([(epoch, losses.tolist())])
     enough = np.flatnonzero(deltas <= delta)
     if not len(enough):
         return math.inf
@@ -433,7 +436,7 @@ def _usual_number(epoch: Epoch) -> int:
     return number
 
 
-def _at_losses(losses: Sequence[tuple[Epoch, list[float]]]) -> list[Array]:
+def at_losses(losses: Sequence[tuple[Epoch, Sequence[float]]]) -> list[Array]:
     """Per epoch, upper bounds on the divergence at its losses. All epochs have the same way and width."""
     results = [np.zeros(len(each)) for _, each in losses]  # 0 from `_most_loss` on
     rows = [
@@ -556,9 +559,9 @@ def divergences(
         low = np.where((-constant < top) & (constant > 0), np.maximum(low, -constant), low)
     d = np.clip(d, low, top)
 
-    def log_moments(t: Array) -> Array:
-        exponents = log_p[:, None, :] + t[:, :, None] * d[:, None, :]
-        return np.asarray(rounds * _log_sum(exponents)[..., 0] + t * constant)
+    def log_moments(t: Array, some: Array | slice = slice(None)) -> Array:
+        exponents = log_p[some, None, :] + t[:, :, None] * d[some, None, :]
+        return np.asarray(rounds[some] * _log_sum(exponents)[..., 0] + t * constant[some])
 
     tilts = _geometric((4e-3 / enough)[:, 0], (40.0 / spread)[:, 0], 14)
     moments = log_moments(tilts)
@@ -571,10 +574,25 @@ def divergences(
         last = np.maximum(lasts.min(1, keepdims=True), 2 * scale)
     t_last = tilts[row, lasts.argmin(1)[:, None]]
     # Under the tilt, little mass may wrap around from below to the last sums, or from above to the positive ones.
-    steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], 5)
-    below, above = np.split(log_moments(theta + np.concatenate([-steps, steps], 1)), 2, 1)
-    start = np.minimum(((least - below - _WRAPPED) / steps).max(1, keepdims=True), -scale)
-    last = np.maximum(last, start + ((above - least + _WRAPPED) / steps).min(1, keepdims=True))
+    steps = _geometric((0.4 / enough)[:, 0], (10.0 / spread)[:, 0], _STEPS)
+
+    def window(theta: Array, some: Array | slice = slice(None)) -> tuple[Array, Array]:
+        own = steps[some]
+        k, below, above = np.split(log_moments(np.concatenate([theta, theta - own, theta + own], 1), some), _ENDS, 1)
+        wrapped = k - least[some] + _WRAPPED
+        start = np.minimum(((k - below - wrapped) / own).max(1, keepdims=True), -scale[some])
+        return start, np.maximum(last[some], start + ((above - k + wrapped) / own).min(1, keepdims=True))
+
+    best, (start, end) = theta.copy(), window(theta)
+    # Where rare large terms weigh so much at the best tilt that the window grows, a lower one helps.
+    long = np.flatnonzero(end - start > np.maximum(1.2 * (last - start), 1.5 * cells * width * scale))
+    for part in _LOWER_TILTS if len(long) else ():
+        lower = part * best[long]
+        first, beyond = window(lower, long)
+        shorter = (beyond - first < (end - start)[long])[:, 0]
+        for kept, found in ((theta, lower), (start, first), (end, beyond)):
+            kept[long[shorter]] = found[shorter]
+    last = end
     extent = np.maximum(last - start, top - low)
     h = np.clip(width * scale, extent / cells, 2 * extent / cells)
     return _on_grids(terms, constant, bins, rounds, (low, top), (start, last), h, theta, t_last)

@@ -229,15 +229,14 @@ def _log_delta(mu: float, epsilon: float) -> float:
     """
     x = epsilon / mu - mu / 2
     log_density = -0.5 * x * x - _LOG_SQRT_2PI
-    after = normal.mills(epsilon / mu + mu / 2)
+    if math.isinf(log_density):
+        return -math.inf if x > 0 else 0.0
     if x < 0:  # then Φ(-x) is of order 1, and R(x) itself may overflow
-        rest = normal.upper_tail(-x) + math.exp(log_density) * after
+        rest = normal.upper_tail(-x) + math.exp(log_density) * normal.mills(epsilon / mu + mu / 2)
         if rest < 0.75:
             return math.log1p(-rest)
-    elif math.isinf(log_density):
-        return -math.inf
-    else:
-        before = normal.mills(x)
+    elif mu > 0.28 * max(1.0, x):  # otherwise R(x + mu) >= 0.75 R(x), because -R'/R is at most 0.8 and at most 1 / x
+        before, after = normal.mills(x), normal.mills(epsilon / mu + mu / 2)
         if after < 0.75 * before:
             return log_density + math.log(before - after)
     # Here mu is small compared with max(1, x), so x > -1/2. Beyond `end` the exponent -xt - t²/2 is below -40.

@@ -5,10 +5,12 @@ of the time of a single one goes into calls of NumPy. Here accounts with the sam
 row has its own grid; all have the same number of cells. The bounds, and what is added for what is cut off, wrapped
 around or lost to rounding, are those of `subsampled._compose`: every result is an upper bound.
 
-The search is a secant in the logarithm of the noise, for many rows together. Of the accounts that differ only in their
-numbers of releases and epsilons, every fourth one is searched on coarse grids and in one direction. All are then
-searched on finer grids and in all directions, from the noise that lies between that of their neighbours. A row that is
-not settled by then is searched by itself.
+Accounts with epochs are evaluated one by one, but share the divergences of their epochs. One epoch by itself needs no
+curve: its divergence at the epsilon to keep is all that counts.
+
+The search is a secant in the logarithm of the noise, for many rows together. A few accounts that are far apart are
+searched first. What the others need is interpolated (`interpolation`), so that most of them are evaluated once. A row
+that is not settled by then is searched by itself.
 """
 
 from __future__ import annotations
@@ -16,30 +18,35 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
 from sordino.core import Adjacency
 from sordino.lazy import scipy
-from sordino.privacy.accounting import subsampled
+from sordino.privacy.accounting import allocation, gaussian, interpolation, subsampled
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.subsampled import COARSE, MIDDLE, MOST_LOSS, MOST_MU, Array, Number
 
 FEWEST = 8  # rows of a batch
 STEPS = 12  # of the search, at most
-VERSION = 2  # of the search: stored results of other versions are not read
+PATIENCE = 2  # steps after which the tolerance is three times as wide
+VERSION = 3  # of the search: stored results of other versions are not read
 MOST_TOLERANCE = 4e-3  # a result exceeds the smallest factor by about this share at most, and by what its grid adds
+LEAST_TOLERANCE = 4e-4  # the same where interpolation is exact
 FINE = 2 * MIDDLE  # relative error of epsilon that grids may cause if the tolerance is that of very many accounts
 BELOW = -0.3  # excess of log epsilon that is assumed where a grid begins above epsilon
 NEAR = 0.05  # excess of log epsilon from which one step is exact enough for a guess
-APART = 4  # rows between two that are searched on coarse grids
 POINTS = 120  # losses of one release that place a grid
 LEAST_CELLS, MOST_CELLS = 256, 1 << 15
 MOST_SURPLUS = 23.0  # log of the tilted mass over delta: with more, rounding would be a visible part of delta
 LONG_CELLS = 1 << 13  # for a grid with more, lower tilts are tried
 LOWER_TILTS = (0.8, 0.6, 0.4)  # as parts of the saddle point
+MOST_WIDTH, LEAST_PLACES = 16, 128  # cells between two epsilons at which delta is computed; number of these
+_DEAD = 1e-60  # more than what a frequency with a power below exp(-200) may add to a mass
 AT_ONCE = 1 << 16  # cells of all rows whose curves are computed together
+USUAL_RATIO = 0.93  # of the factor of an account with epochs to that of `moments`
 _MARGIN = 1e-6  # on log epsilon, for rounding of mu over a factor by the caller, as in `subsampled._search`
 
 
@@ -77,7 +84,7 @@ class Batch(NamedTuple):
 
 
 def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
-    """As `subsampled.scales`, which this calls for accounts that are in no batch.
+    """As `subsampled.scale`, of several accounts. Many accounts are searched on less fine grids (`tolerance`).
 
     Args:
       accounts: the accounts. Neighbours in this order should be alike.
@@ -90,18 +97,25 @@ def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacenc
     Raises:
       SordinoError: an argument is out of its range.
     """
+    gaussian._check(delta=delta)
     result, tolerance = np.full(len(accounts), np.inf), subsampled.tolerance(accounts)
+    searches: list[tuple[list[int], list[object], Callable[[], Array]]] = []
     for places, batch in batches(accounts, delta, adjacency):
-        rows = [list(batch.samplers), *(each.tolist() for each in batch[1:])]
-        key = json.dumps([VERSION, subsampled.VERSION, rows, delta, str(adjacency), tolerance])
+        rows: list[object] = [list(batch.samplers), *(each.tolist() for each in batch[1:])]
+        searches.append((places, rows, partial(factors, batch, delta, adjacency, tolerance)))
+    for places, epochs in _with_epochs(accounts, delta, adjacency):
+        described: list[object] = [[subsampled._described(each.parts), *each[1:]] for each in epochs]
+        searches.append((places, described, partial(_epoch_factors, epochs, delta, adjacency)))
+    for places, facts, search in searches:
+        key = json.dumps([VERSION, subsampled.VERSION, facts, delta, str(adjacency), tolerance])
         known = subsampled._stored_text(key)
         if known is None:
-            known = ",".join(map(repr, factors(batch, delta, adjacency, tolerance).tolist()))
+            known = ",".join(map(repr, search().tolist()))
             subsampled._store_text(key, known)
         result[places] = [float(number) for number in known.split(",")]
-    left = np.flatnonzero(np.isinf(result))
-    if len(left):
-        result[left] = subsampled.scales([accounts[n] for n in left.tolist()], delta, adjacency)
+    for n in np.flatnonzero(np.isinf(result)).tolist():
+        releases, mu, epsilon = accounts[n]
+        result[n] = subsampled.scale(releases, epsilon, delta, adjacency, mu, tolerance=tolerance)
     return [float(factor) for factor in result]
 
 
@@ -165,30 +179,59 @@ def factors(batch: Batch, delta: float, adjacency: Adjacency, tolerance: float) 
     def fine(rows: Array, at: Array) -> tuple[Array, Array]:
         return _in_all_ways(batch.rows(rows).with_noise(at), level, adjacency, grid)
 
-    limits = guess.copy()
-    anchors, between = _anchors(batch, limits)
-    guess[anchors], slope[anchors] = _search(coarse, anchors, batch.target, guess, slope, 0.0, 4)[1:]
-    for others, known in between:
-        place, at = np.log(limits[others]), np.log(limits[known])
-        guess[others] *= np.exp(np.interp(place, at, np.log(guess[known] / limits[known])))
-        slope[others] = np.interp(place, at, slope[known])
+    def start(rows: Array) -> tuple[Array, Array]:
+        return _search(coarse, rows, batch.target, guess, slope, 0.0, 4)[1:]
+
+    columns = np.column_stack([batch.rate, batch.mu, batch.times, batch.target, batch.beside])
     close = min(tolerance, MOST_TOLERANCE)
-    found = _search(fine, np.arange(len(most)), batch.target, guess, slope, close, STEPS)[0]
+    found = _in_sets(fine, start, _places(columns), batch.target, guess.copy(), slope, close)
     return np.where(found < most, found, np.inf)
 
 
-def _anchors(batch: Batch, limits: Array) -> tuple[Array, list[tuple[Array, Array]]]:
-    """The rows that are searched first; and other rows, each time with the first ones that they lie between."""
-    runs = np.unique(np.column_stack([batch.rate, batch.mu]), axis=0, return_inverse=True)[1].reshape(-1)
-    order = np.lexsort((limits, runs))
-    anchors, between = list[Array](), list[tuple[Array, Array]]()
-    for run in np.split(order, np.flatnonzero(np.diff(runs[order])) + 1):
-        first = np.zeros(len(run), bool)
-        first[::APART] = first[-1] = True
-        anchors.append(run[first])
-        if not first.all():
-            between.append((run[~first], run[first]))
-    return np.concatenate(anchors), between
+def _places(columns: Array) -> Array:
+    """The logarithms of each row's numbers, without columns that are the same in all rows, or 0 in some."""
+    return interpolation.rounded_logs(columns[:, (columns > 0).all(0) & (np.ptp(columns, axis=0) > 0)])
+
+
+def _in_sets(
+    spent: Callable[[Array, Array], tuple[Array, Array]],
+    start: Callable[[Array], tuple[Array, Array]],
+    places: Array,
+    target: Array,
+    limits: Array,
+    slope: Array,
+    close: float,
+) -> Array:
+    """Search a few rows, and the others from where those point.
+
+    Args:
+      spent: as of `_search`.
+      start: a guess and the derivative for these rows, if nothing is known yet.
+      places: of each row, for interpolation.
+      target: epsilons.
+      limits: about the factors; what they are wrong by is interpolated.
+      slope: about the derivatives; those of searched rows are put in their place.
+      close: the tolerance; narrower where interpolation is exact.
+
+    Returns:
+      As `factors`.
+    """
+    found, guess, known, narrow = np.full(len(target), np.inf), limits.copy(), np.zeros(0, int), close
+    for rows in interpolation.spread_out(places):
+        interpolates = len(known) > places.shape[1]
+        if interpolates:
+            values = np.column_stack([np.log(guess / limits), slope])[known]
+            ratios, slope[rows] = interpolation.interpolated(places[known], values, places[rows]).T
+            guess[rows] = limits[rows] * np.exp(ratios)
+        else:
+            guess[rows], slope[rows] = start(rows)
+        before = np.log(guess[rows])
+        found[rows], guess[rows], slope[rows] = _search(spent, rows, target, guess, slope, narrow, STEPS)
+        if interpolates:
+            error = float(np.quantile(np.abs(np.log(guess[rows]) - before), 0.9))
+            narrow = min(max(2 * error, LEAST_TOLERANCE), close)
+        known = np.append(known, rows[np.isfinite(found[rows])])
+    return found
 
 
 def _search(
@@ -206,19 +249,19 @@ def _search(
       spent: the epsilons of these rows at these factors, and whether they may be much smaller.
       rows: those to search.
       target: epsilons; here and below, one per row of the batch.
-      guess: factors.
+      guess: about the smallest factors that keep it.
       slope: about the derivative.
       tolerance: of the factor of a row that keeps its target; 0 if the next guess is what is asked for.
       steps: at most.
 
     Returns:
-      The smallest factor that kept the target, infinite if none is within the tolerance; the next guess; the slope.
+      The smallest factor that kept the target, infinite if none is within the tolerance; the guess; the slope.
     """
     searched, best, guess, slope = rows, np.full(len(guess), np.inf), guess.copy(), slope.copy()
     before = np.full((2, len(guess)), np.nan)  # the last log factor, and its excess
     settled = np.zeros(0, int)
-    for _ in range(steps):
-        at = guess[rows]
+    for step in range(steps):
+        at = guess[rows] * math.exp(0.5 * tolerance)
         with np.errstate(divide="ignore", invalid="ignore"):
             epsilons, below = spent(rows, at)
             fits = ~np.isnan(epsilons)
@@ -230,8 +273,9 @@ def _search(
         slope[rows] = np.where(known, np.clip(secant, -8.0, -0.3), slope[rows])
         best[rows] = np.where(excess <= 0, np.minimum(best[rows], at), best[rows])
         before[:, rows] = np.log(at), excess
-        guess[rows] = at * np.exp(np.clip(0.5 * tolerance - excess / slope[rows], -0.7, 0.7))
-        open_ = (excess > 0) | (excess < tolerance * slope[rows]) if tolerance else np.abs(excess) > NEAR
+        guess[rows] = at * np.exp(np.clip(-excess / slope[rows], -0.7, np.where(np.isinf(epsilons), 0.2, 0.7)))
+        wide = tolerance * (1.0 if step < PATIENCE else 3.0)  # an epsilon of epochs is not smooth on coarse grids
+        open_ = (excess > 0) | (excess < wide * slope[rows]) if tolerance else np.abs(excess) > NEAR
         settled = np.append(settled, rows[~open_])
         rows = rows[open_]
         if not len(rows):
@@ -239,6 +283,88 @@ def _search(
     unsettled = np.setdiff1d(searched, settled)
     best[unsettled] = np.inf
     return best[searched], guess[searched], slope[searched]
+
+
+class _Epochs(NamedTuple):
+    """An account with epochs.
+
+    Attributes:
+      parts: its releases, folded.
+      beside: mu of the Gaussian releases on all data.
+      epsilon: to keep.
+      columns: its numbers, for interpolation.
+    """
+
+    parts: tuple[SampledGaussian, ...]
+    beside: float
+    epsilon: float
+    columns: tuple[float, ...]
+
+    @property
+    def alone(self) -> bool:
+        """Whether one epoch is all that is released."""
+        return subsampled._is_one_epoch(self.parts, self.beside)
+
+
+def _with_epochs(
+    accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency
+) -> Iterator[tuple[list[int], list[_Epochs]]]:
+    """Groups of accounts with epochs whose releases have the same samplers, each with their places; those of one epoch
+    are in groups of their own. Accounts are in none of them if there are few, or if any noise would do."""
+    groups: dict[tuple[object, ...], list[tuple[int, _Epochs]]] = {}
+    for n, (releases, mu, epsilon) in enumerate(accounts if len(accounts) > subsampled.FEW else ()):
+        gaussian._check(epsilon=epsilon)
+        parts, beside = subsampled._fold(releases, adjacency, mu)
+        if not any(part.span for part in parts) or not 0 < epsilon < allocation.MOST_LOSS:
+            continue
+        if subsampled._ever(parts) > delta:
+            numbers = [number for each in releases for number in each[:3]]
+            account = _Epochs(parts, beside, epsilon, (*numbers, mu, epsilon))
+            groups.setdefault((account.alone, *(each.sampler for each in releases)), []).append((n, account))
+    for group in groups.values():
+        yield [n for n, _ in group], [account for _, account in group]
+
+
+def _epoch_factors(accounts: Sequence[_Epochs], delta: float, adjacency: Adjacency) -> Array:
+    """As `factors`, of a group of accounts with epochs, on coarse grids."""
+    level = delta * (1 - subsampled._overflow(accounts[0].parts))
+    target = np.array([account.epsilon for account in accounts]) * (1 - subsampled.SURE)
+    allowed = [subsampled._allowed(account.epsilon, delta) for account in accounts]
+    pairs = list(zip(accounts, allowed, strict=True))
+    most = np.array([subsampled._unsampled(each.parts, adjacency, each.beside) / mu for each, mu in pairs])
+    limits = np.array([subsampled._limit_guess(each.parts, each.beside, adjacency, mu) for each, mu in pairs])
+
+    def with_noise(rows: Array, at: Array) -> list[tuple[tuple[SampledGaussian, ...], float]]:
+        return [
+            (tuple(part._replace(mu=part.mu / s) for part in accounts[n].parts), accounts[n].beside / s)
+            for n, s in zip(rows.tolist(), at.tolist(), strict=True)
+        ]
+
+    def alone(rows: Array, at: Array) -> tuple[Array, Array]:
+        parts = [part for (part,), _ in with_noise(rows, at)]
+        return subsampled._of_one_epoch(parts, target[rows], level, adjacency), np.zeros(len(rows), bool)
+
+    def together(rows: Array, at: Array) -> tuple[Array, Array]:
+        scaled = with_noise(rows, at)
+        fits = [parts for parts, _ in scaled if not subsampled._too_far(parts, adjacency)]
+        way = subsampled._ways(adjacency)[0]
+        allocation.prepare(epoch for parts in fits for epoch in subsampled._epochs(parts, way, level, COARSE))
+        spent = [
+            subsampled._grid_epsilon(parts, mu, level, adjacency, near, COARSE) if parts in fits else math.inf
+            for (parts, mu), near in zip(scaled, target[rows].tolist(), strict=True)
+        ]
+        return np.array(spent), np.zeros(len(rows), bool)
+
+    def start(rows: Array) -> tuple[Array, Array]:
+        some = [accounts[n] for n in rows.tolist()]
+        found = [subsampled._expected(each.parts, each.beside, each.epsilon, delta, adjacency) for each in some]
+        guesses = [each.factor * (USUAL_RATIO if each.slope else 1.0) for each in found]
+        return np.minimum(guesses, most[rows]), np.array([each.slope or -1.5 for each in found])
+
+    spent = alone if accounts[0].alone else together
+    places = _places(np.array([account.columns for account in accounts]))
+    found = _in_sets(spent, start, places, target, limits, np.full(len(target), -1.5), subsampled.EPOCH_TOLERANCE)
+    return np.where(found < most, found, np.inf)
 
 
 def _in_all_ways(batch: Batch, level: float, adjacency: Adjacency, fine: float) -> tuple[Array, Array]:
@@ -424,13 +550,18 @@ def _discrete(q: Number, pair: subsampled._Pair, h: Array, low: Array, high: Arr
 
 
 def _on_grids(batch: Batch, level: float, way: str, grids: _Grids, size: int) -> tuple[Array, Array]:
-    """As `reached`, on circles of `size` cells and with the bounds of `subsampled._compose`."""
+    """As `reached`, on circles of `size` cells and with the bounds of `subsampled._compose`.
+
+    Only the low frequencies of a sum of many losses are not lost in rounding. The others are left out; the bound on
+    what each of them may add is below `_DEAD`, for any number of releases and cells that occurs.
+    """
     rows = len(batch.target)
     _, h, start, theta, t, reach = grids
     last = h * (start + size)
     log_k, log_top, infinite, slack = (np.zeros((rows, 1)) for _ in range(4))
     shift = np.zeros((rows, 1), int)
-    spectrum = np.ones((rows, size // 2 + 1), complex)
+    kept = size // 2 + 1
+    spectrum = np.ones((rows, kept), complex)
     log_most, errors, n = np.zeros(spectrum.shape), np.zeros(spectrum.shape), np.zeros((rows, 1))
     unit = subsampled._UNIT
     c = 3 * unit * math.log2(size)
@@ -462,33 +593,40 @@ def _on_grids(batch: Batch, level: float, way: str, grids: _Grids, size: int) ->
         weights = np.exp(tilted - piece_k)
         folded = np.bincount(((places - low) % size + of_row).ravel(), weights.ravel(), rows * size)
         shift += times * low
-        z = scipy.fft.rfft(folded.reshape(rows, size))
+        z = scipy.fft.rfft(folded.reshape(rows, size))[:, :kept]
         bound = np.abs(z) + c
         log_bound = times * np.log(bound)
-        spectrum = _multiplied(spectrum, z, times, log_bound > -200)
-        log_most += log_bound
-        errors += times * (c / bound + 8 * unit) + 8 * unit
+        live = log_bound > -200
+        kept = int(np.flatnonzero(live.any(0))[-1]) + 1
+        z, bound, log_bound, live = (each[:, :kept] for each in (z, bound, log_bound, live))
+        spectrum = _multiplied(spectrum[:, :kept], z, times, live)
+        log_most = log_most[:, :kept] + log_bound
+        errors = errors[:, :kept] + times * (c / bound + 8 * unit) + 8 * unit
         n += times
     masses = scipy.fft.irfft(spectrum, size)
     turns = ((start - shift) % size)[:, 0].tolist()
     masses = np.concatenate([each for row, k in zip(masses, turns, strict=True) for each in (row[k:], row[:k])])
     masses = masses.reshape(rows, size)
-    lost = 2 * (np.exp(log_most) * (errors + c)).sum(1, keepdims=True) / size
+    lost = 2 * (np.exp(log_most) * (errors + c)).sum(1, keepdims=True) / size + _DEAD
     masses = np.maximum(masses, 0.0) + lost
-    offset = h * (np.arange(size) - size // 2)
-    weight = np.minimum(masses * np.exp(np.minimum(log_k - theta * (offset + h * (start + size // 2)), 700.0)), 1e30)
-    nothing = np.zeros((rows, 1))
-    after = np.append(np.cumsum(weight[:, :0:-1], axis=1)[:, ::-1], nothing, axis=1)
+    # delta at the first of every `width` cells: sums of the masses in them, and of these times exp(-loss).
+    width = 1 << int(math.log2(max(1.0, min(MOST_WIDTH, size / LEAST_PLACES, math.sqrt(n.min()) / 4))))
+    within, groups = h * np.arange(width), masses.reshape(rows, -1, width)
+    offset = h * width * (np.arange(size // width) - size // width // 2)
+    place = offset + h * (start + width * (size // width // 2))
+    scales = np.exp(np.minimum(log_k - theta * place, 700.0))
+    sums, decayed = (np.matmul(groups, np.exp(-tilt * within)[:, :, None])[:, :, 0] for tilt in (theta, theta + 1))
+    sums, decayed = (np.minimum(each * scales, 1e30) for each in (sums, decayed))
+    after = np.cumsum(sums[:, ::-1], axis=1)[:, ::-1]
     clipped = np.clip(offset, -600, 600)
     growth = np.exp(clipped)
     decay = np.where(offset < 600, 1 / growth, 0.0)  # too small a value is safe
-    before = np.append(np.cumsum((weight * decay)[:, :0:-1], axis=1)[:, ::-1], nothing, axis=1) * growth
+    before = np.cumsum((decayed * decay)[:, ::-1], axis=1)[:, ::-1] * growth
     missing = infinite + np.exp(np.minimum(0.0, log_top - t * last))
     deltas = (after - before) * (1 + 1e-9 + 2e-13 * n) + 1e-13 * after + missing
     deltas = np.where(offset < -600, 1.0, np.minimum(np.maximum(deltas, missing), 1.0))
-    curves = zip(deltas, (h * start)[:, 0], h[:, 0], slack[:, 0], strict=True)
-    begins = np.maximum(0, np.ceil(-start).astype(int))
-    below = (np.take_along_axis(deltas, np.minimum(begins, size - 1), 1) <= level) & (start > 0)
+    curves = zip(deltas, (h * start)[:, 0], width * h[:, 0], slack[:, 0], strict=True)
+    below = (deltas[:, :1] <= level) & (start > 0)
     return np.array([subsampled._epsilon_at(_curve_of(*curve), level) for curve in curves]), below[:, 0]
 
 

@@ -73,7 +73,7 @@ from sordino.privacy.accounting import allocation, double_double, gaussian, mome
 from sordino.privacy.accounting.samplers import SampledAccount, SampledGaussian, Sampler
 from sordino.privacy.accounting.slots import OVERFLOW
 
-VERSION = 14  # of the algorithm: cached results of other versions are not read
+VERSION = 15  # of the algorithm: cached results of other versions are not read
 EXCESS = 2e-4  # relative error of epsilon that the grid may cause, if the number of cells allows
 MIDDLE, COARSE = 5 * EXCESS, 20 * EXCESS  # the same of less fine grids
 LEAST_CELLS, MOST_CELLS = 1 << 13, 1 << 20
@@ -88,7 +88,7 @@ _CUT = 1e-9  # share of delta for the losses beyond the grid
 MOMENT_CELLS = 600  # of the losses of an epoch that place a grid
 EPOCH_SPACING = 0.15  # of the losses of an epoch, in standard deviations
 EPOCH_GROWTH = 0.025  # the same of large ones, as a share of the loss
-FEW = 3  # accounts that are searched one by one; more of them share what they find (`scales`)
+FEW = 3  # accounts that are searched one by one; more of them share what they find (`many.scales`)
 MANY = 32  # sampled releases of all accounts, of which more are searched on coarse grids
 CLOSE = 1e-3  # tolerance of a search
 SHARED = 0.002  # the same for many accounts, on less fine grids
@@ -97,7 +97,6 @@ EPOCH_TOLERANCE = (
     0.0075  # the same for those that share what they find: an epsilon of epochs is not smooth on such grids
 )
 SIMPLE_MU = 0.8  # of an epoch: below it both directions are too much alike for a simple bound to tell them apart
-USUAL_RATIO = 0.93  # of their factor to that of `moments`
 FAR = 0.85  # of the factor that an account should need: below it a much coarser grid is tried first
 SURE = 1e-3  # by which an epsilon on coarse grids must be smaller, because fine ones may be a little less tight
 _STEEP = -2.0  # derivative of log epsilon: a guess is not taken to be steeper
@@ -197,7 +196,10 @@ def suffices(
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     left = delta * (1 - _overflow(parts))
     grids = (_first_grid(expected), COARSE)
-    for grid in dict.fromkeys(grids) if parts and not _too_far(parts, adjacency) else ():
+    alone = _is_one_epoch(parts, mu)
+    if alone and _of_one_epoch(parts, np.array([epsilon * (1 - SURE)]), left, adjacency)[0] <= epsilon * (1 - SURE):
+        return True
+    for grid in dict.fromkeys(grids) if parts and not alone and not _too_far(parts, adjacency) else ():
         reached = (_one_grid(parts, mu, way, left, epsilon, grid) for way in _ways(adjacency))
         if all(each < epsilon * (1 - SURE) for each in reached):
             return True
@@ -263,12 +265,12 @@ def scale(
     gaussian._check(epsilon=epsilon, delta=delta, tolerance=tolerance)
     parts, mu = _fold(releases, adjacency, gaussian_mu)
     if not parts or math.isinf(epsilon):
-        return _search(parts, mu, epsilon, delta, adjacency, tolerance, start).factor
+        return _search(parts, mu, epsilon, delta, adjacency, tolerance, start)
     facts = [VERSION, _described(parts), float(epsilon), float(delta), str(adjacency), mu, tolerance]
     key = json.dumps([*facts, start] if start else facts)
     factor = _stored(key)
     if factor is None:
-        factor = _search(parts, mu, epsilon, delta, adjacency, tolerance, start).factor
+        factor = _search(parts, mu, epsilon, delta, adjacency, tolerance, start)
         _store(key, factor)
     return factor
 
@@ -276,20 +278,6 @@ def scale(
 def _described(parts: Sequence[SampledGaussian]) -> list[list[object]]:
     """The parts, for the key of a stored result."""
     return [[*part[:3], str(part.sampler), *([part.span] if part.span else [])] for part in parts]
-
-
-class _Found(NamedTuple):
-    """What a search finds.
-
-    Attributes:
-      factor: that was evaluated.
-      least: about the smallest one that would do.
-      slope: about the derivative of log epsilon in its logarithm; 0 if there was no search.
-    """
-
-    factor: float
-    least: float
-    slope: float
 
 
 def limit(account: SampledAccount, delta: float, adjacency: Adjacency) -> float:
@@ -324,94 +312,6 @@ def tolerance(accounts: Sequence[SampledAccount]) -> float:
     releases = [release for account in accounts for release in account.releases]
     slow = len(releases) > MANY or any(release.sampler is Sampler.ALLOCATION for release in releases)
     return CLOSE if len(accounts) <= FEW else WIDE if slow else SHARED
-
-
-def scales(accounts: Sequence[SampledAccount], delta: float, adjacency: Adjacency) -> list[float]:
-    """As `scale`, of several accounts. If there are many, each search starts where the last ones point.
-
-    Many accounts are searched on less fine grids alone (`tolerance`).
-
-    Args:
-      accounts: the accounts. Neighbours in this order should be alike.
-      delta: the delta.
-      adjacency: which data sets are neighbours.
-
-    Returns:
-      One factor per account. Each was itself evaluated.
-
-    Raises:
-      SordinoError: an argument is out of its range.
-    """
-    if len(accounts) <= FEW:
-        return [scale(each.releases, each.epsilon, delta, adjacency, each.gaussian_mu) for each in accounts]
-    gaussian._check(delta=delta)
-    folded = [_fold(each.releases, adjacency, each.gaussian_mu) for each in accounts]
-    facts = [[_described(parts), mu, each.epsilon] for each, (parts, mu) in zip(accounts, folded, strict=True)]
-    key = json.dumps([VERSION, facts, float(delta), str(adjacency)])
-    known = _stored_numbers(key, len(accounts))
-    if known is None:
-        known = _factors(accounts, folded, delta, adjacency)
-        _store_text(key, ",".join(map(repr, known)))
-    return known
-
-
-def _factors(
-    accounts: Sequence[SampledAccount],
-    folded: Sequence[tuple[tuple[SampledGaussian, ...], float]],
-    delta: float,
-    adjacency: Adjacency,
-) -> list[float]:
-    """As `scales`, of more than a few accounts."""
-    close, factors = tolerance(accounts), list[float]()
-    by_limit, by_moments = list[tuple[float, float]](), list[tuple[float, float]]()  # places, and ratios there
-    hint: tuple[float, ...] = ()  # of accounts with epochs: where `_expected` begins, from the last one
-    slope = 0.0  # of their search
-    for (parts, mu), (_, _, epsilon) in zip(folded, accounts, strict=True):
-        gaussian._check(epsilon=epsilon)
-        if not parts or math.isinf(epsilon):
-            factors.append(_search(parts, mu, epsilon, delta, adjacency, close, 0.0).factor)
-            continue
-        epochs = any(part.span for part in parts)
-        expected = _limit_guess(parts, mu, adjacency, _allowed(epsilon, delta))
-        if not epochs:
-            start = float(f"{expected * _continued(by_limit, expected):.6g}")
-            found = _search(parts, mu, epsilon, delta, adjacency, close, start)
-            factors.append(found.factor)
-            if found.factor:
-                by_limit.append((expected, found.factor / expected))
-            continue
-        guess = _expected(parts, mu, epsilon, delta, adjacency, *hint)
-        hint = (guess.factor / expected, guess.slope) if guess.close else ()
-        # In the middle of the factors that are accepted, if the ratio is that of the last accounts.
-        room = 1 + (0.5 * EPOCH_TOLERANCE * max(slope, _STEEP) / slope if slope else 0.0)
-        moment = guess.factor if guess.close else 0.0
-        start = expected * (_continued(by_limit, expected) or 1.0)
-        if moment and _change(by_moments) <= _change(by_limit):
-            start = moment * (_continued(by_moments, moment) or USUAL_RATIO)
-        found = _search(parts, mu, epsilon, delta, adjacency, EPOCH_TOLERANCE, float(f"{start * room:.6g}"), slope)
-        slope = min(max(found.slope, -6.0), -0.5) if found.slope else slope
-        factors.append(found.factor)
-        if found.least:
-            by_limit.append((expected, found.least / expected))
-        if found.least and moment:
-            by_moments.append((moment, found.least / moment))
-    return factors
-
-
-def _change(known: Sequence[tuple[float, float]]) -> float:
-    """By how much the last two ratios differ; of less than two ratios 0."""
-    return abs(math.log(known[-1][1] / known[-2][1])) if len(known) > 1 else 0.0
-
-
-def _continued(known: Sequence[tuple[float, float]], place: float) -> float:
-    """The value at this place if its logarithm changes with that of the place as between the last two; 0 if none is
-    known, or the place is 0."""
-    if not known or not place:
-        return 0.0
-    (before, value), (last, ratio) = known[max(len(known) - 2, 0)], known[-1]
-    slope = math.log(ratio / value) / math.log(last / before) if last != before else 0.0
-    change = slope * math.log(place / last)
-    return ratio * math.exp(min(max(change, -0.05), 0.05))
 
 
 def multiplier(
@@ -619,18 +519,43 @@ def _is_one_epoch(parts: Sequence[SampledGaussian], mu: float) -> bool:
     return len(parts) == 1 and parts[0].span > 0 and parts[0].times == 1 and mu == 0
 
 
-def _of_one_epoch(part: SampledGaussian, way: str, delta: float, near: float, grid: float) -> float:
-    """Its epsilon, from divergences near one; how far they are apart follows from the grid."""
-    width = allocation.WIDTH * (2 if grid >= COARSE else 1)
-    epoch = allocation.Epoch(round(1 / part.rate), part.span, part.mu, way, 1e-4 * delta, 0.0, 0.0, width)
-    return allocation.epsilon_near(epoch, delta, near, min(0.01 * math.sqrt(grid / EXCESS), 0.05))
+def _of_one_epoch(parts: Sequence[SampledGaussian], near: Array, delta: float, adjacency: Adjacency) -> Array:
+    """Per part, what one epoch of it by itself spends, from its divergence at one epsilon: below that epsilon if the
+    divergence is below delta, and above it otherwise; how far is not known.
+
+    Args:
+      parts: each with one epoch.
+      near: the epsilon of each part.
+      delta: the delta.
+      adjacency: which data sets are neighbours.
+    """
+    fits = np.array([part.mu <= allocation.MOST_MU for part in parts], bool)
+    worst, some = np.ones(len(parts)), np.flatnonzero(fits).tolist()
+    for k, way in enumerate(_ways(adjacency)):
+        epochs = [_one_epoch(parts[n], way, delta) for n in some]
+        deltas = [float(bound[0]) for bound in allocation.at_losses(list(zip(epochs, near[some, None], strict=True)))]
+        worst[some] = np.maximum(worst[some], deltas) if k else deltas
+    with np.errstate(divide="ignore"):
+        excess = np.log(worst / delta) / -math.log(delta)
+    return np.asarray(near * np.where(fits, np.exp(excess), np.inf))
+
+
+def _one_epoch(part: SampledGaussian, way: str, delta: float) -> allocation.Epoch:
+    """One epoch by itself. Its divergences are the same wherever they are used, so what a search finds is kept."""
+    return allocation.Epoch(round(1 / part.rate), part.span, part.mu, way, 1e-4 * delta, 0.0)
+
+
+def _epoch_epsilon(part: SampledGaussian, way: str, delta: float, near: float, grid: float) -> float:
+    """The epsilon of one epoch, from divergences near one; how far they are apart follows from the grid."""
+    spacing = min(0.01 * math.sqrt(grid / EXCESS), 0.05)
+    return allocation.epsilon_near(_one_epoch(part, way, delta), delta, near, spacing)
 
 
 def _refined_epoch(part: SampledGaussian, way: str, delta: float) -> float:
     """The smallest epsilon of one epoch that some divergences show, each time nearer to the last one."""
     near, least = 1.0, math.inf
     for _ in range(12):
-        found = _of_one_epoch(part, way, delta, near, EXCESS / 25)
+        found = _epoch_epsilon(part, way, delta, near, EXCESS / 25)
         least = min(least, found)
         if least < 1e-6 or (math.isinf(found) and near > allocation.MOST_LOSS):
             break
@@ -648,17 +573,16 @@ def _search(
     adjacency: Adjacency,
     tol: float,
     start: float,
-    slope: float = 0.0,
-) -> _Found:
+) -> float:
     """Search the factor on coarse grids, then on finer ones. The result is evaluated in all directions.
 
-    With a wider tolerance there are no fine grids. A slope that is 0 is not known.
+    With a wider tolerance there are no fine grids.
     """
     if math.isinf(target):
-        return _Found(0.0, 0.0, 0.0)
+        return 0.0
     allowed = _allowed(target, delta)
     if not parts:
-        return _Found(mu / allowed, mu / allowed, 0.0)
+        return mu / allowed
     last = _last_grid(tol)
     if last == COARSE:
         target *= 1 - SURE
@@ -667,7 +591,9 @@ def _search(
     def excess(grid: float, s: float, near: bool) -> float:
         scaled = tuple(part._replace(mu=part.mu / s) for part in parts)
         known = not _too_far(scaled, adjacency)
-        if grid and known:
+        if last == COARSE and known and _is_one_epoch(scaled, mu):
+            reached = min(_of_one_epoch(scaled, np.array([target]), level, adjacency)[0], _rare(scaled, mu, level))
+        elif grid and known:
             first = _one_grid(scaled, mu / s, _ways(adjacency)[0], level, target if near else None, grid)
             reached = min(first, _rare(scaled, mu / s, level))
         elif last > EXCESS and known:
@@ -681,8 +607,7 @@ def _search(
     most = _unsampled(parts, adjacency, mu) / allowed * (1 + 1e-5)
     if start:
         factor = min(start, most * (1 - 1e-6))
-        if not slope and any(part.span for part in parts):
-            slope = moments.derivative(parts, mu, delta, adjacency, factor)
+        slope = moments.derivative(parts, mu, delta, adjacency, factor) if any(part.span for part in parts) else 0.0
     else:
         guess, slope, _ = _expected(parts, mu, target, delta, adjacency)
         factor = min(guess, most * (1 - 1e-6))
@@ -691,13 +616,12 @@ def _search(
     grids = [(COARSE, tol)] if last == COARSE else [(COARSE, max(tol, 0.02)), (last, 0.9 * tol)]
     near = start > 0
     for grid, close in grids:
-        factor, slope, least = _bracket(partial(excess, grid), factor, most, close, slope, near=near)
+        factor, slope = _bracket(partial(excess, grid), factor, most, close, slope, near=near)
         near = True
     step = tol / 5
     while (more := excess(0.0, factor, True)) > 0:
         factor, step = factor * (1 + max(step, min(-1.3 * more / slope, 0.05))), 2 * step
-        least = factor / (1 + 0.5 * tol)  # another direction decides
-    return _Found(factor, least, slope)
+    return factor
 
 
 def _last_grid(tolerance: float) -> float:
@@ -708,13 +632,13 @@ def _last_grid(tolerance: float) -> float:
 def _grid_epsilon(
     parts: tuple[SampledGaussian, ...], mu: float, delta: float, adjacency: Adjacency, near: float, grid: float
 ) -> float:
-    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`. A direction needs none
-    where a simple bound shows that it is not the worst one."""
+    """As `_epsilon`, by one grid per direction, or by a coarse one where that is below `near`; only of the first one if
+    that exceeds `near`. A direction needs no grid where a simple bound shows that it is not the worst one."""
     first, *others = _ways(adjacency)
     worst = _one_grid(parts, mu, first, delta, near, grid)
     alone = _is_one_epoch(parts, mu)  # whose own divergences take less time than the simple bound
-    for way in others:
-        if worst < near and not alone and _simple_epsilon(parts, mu, way, delta) <= worst:
+    for way in others if worst <= near else ():
+        if not alone and _simple_epsilon(parts, mu, way, delta) <= worst:
             continue
         coarse = _one_grid(parts, mu, way, delta, near, COARSE)
         enough = coarse <= max(near, worst)
@@ -764,7 +688,7 @@ def _one_grid(
     if near is not None and (most := _most_loss(parts, mu, way)) <= near:
         return most
     if near is not None and _is_one_epoch(parts, mu):
-        return _of_one_epoch(parts[0], way, delta, near, grid) * (1 + grid / 4)  # not below what finer ones find
+        return _epoch_epsilon(parts[0], way, delta, near, grid) * (1 + grid / 4)  # not below what finer ones find
     return _epsilon_at(_curve(parts, mu, way, delta, near, grid=grid), delta)
 
 
@@ -776,16 +700,14 @@ def _bracket(
     slope: float,
     *,
     near: bool,
-) -> tuple[float, float, float]:
-    """A scale without excess, the slope, and about the scale where the excess is 0: secants of the excess as a function
-    of log scale.
+) -> tuple[float, float]:
+    """A scale without excess, and the slope: secants of the excess as a function of log scale.
 
     A scale that is next to the root by the slope is enough. The slope that is passed is a guess, and not taken to be
     steep. If the guess is near, so is the target.
     """
     low, f = 0.0, 0.0 if near else 1.0
     nearest_two: list[tuple[float, float]] = []
-    root = high
     while high > low * (1 + tol):
         f = excess(guess, abs(f) < 0.3)
         low, high = (guess, high) if f > 0 else (low, guess)
@@ -798,7 +720,7 @@ def _bracket(
         guess = root * (1 + 0.5 * tol)
         if not low * (1 + 0.1 * tol) < guess < high / (1 + 0.1 * tol):
             guess = math.sqrt(low * high) if low > 0 else high / 2
-    return high, slope, root
+    return high, slope
 
 
 _allowed = lru_cache(maxsize=4096)(gaussian.mu)
@@ -811,24 +733,15 @@ def _expected(
     epsilon: float,
     delta: float,
     adjacency: Adjacency,
-    ratio: float = 1.0,
-    slope: float = -1.5,
 ) -> moments.Guess:
-    """About the factor that is needed; the slope is 0 if there are no epochs.
-
-    Args:
-      ratio: about that of the factor to the one by the central limit, if there are epochs.
-      slope: about the derivative, if there are epochs.
-    """
+    """About the factor that is needed; the slope is 0 if there are no epochs."""
     allowed = _allowed(epsilon, delta)
     if not parts:
         return moments.Guess(mu / allowed, 0.0, True)
     factor = _limit_guess(parts, mu, adjacency, allowed)
     if not any(part.span for part in parts):
         return moments.Guess(factor, 0.0, True)
-    found = moments.guess(parts, mu, epsilon, delta, adjacency, factor * ratio, slope)
-    if not found.close and ratio != 1:
-        found = moments.guess(parts, mu, epsilon, delta, adjacency, factor)
+    found = moments.guess(parts, mu, epsilon, delta, adjacency, factor)
     return found if found.close else moments.Guess(factor, 0.0, False)
 
 
