@@ -31,7 +31,7 @@ from sordino.privacy.accounting.subsampled import COARSE, MIDDLE, MOST_LOSS, MOS
 
 FEWEST = 8  # rows of a batch
 STEPS = 12  # of the search, at most
-PATIENCE = 2  # steps after which the tolerance is three times as wide
+PATIENCE = 3  # steps after which the tolerance is three times as wide
 VERSION = 3  # of the search: stored results of other versions are not read
 MOST_TOLERANCE = 4e-3  # a result exceeds the smallest factor by about this share at most, and by what its grid adds
 LEAST_TOLERANCE = 4e-4  # the same where interpolation is exact
