@@ -469,6 +469,41 @@ def test_sums_on_one_grid_dominate_whole_epochs(way):
     assert divergence(less, 1.0) < np.maximum(1 - without, 0).mean() * 0.98, "a shorter term is found out"
 
 
+def test_rare_large_terms_do_not_widen_the_window():
+    """With more noise the divergence is smaller, and wider cells say nearly as much. Mutant: the best tilt alone, whose
+    windows are up to twelve times as long."""
+    alpha, bounds = np.array([math.exp(0.1244)]), []
+    for s in np.linspace(0.9, 1.1, 9):
+        coarse, fine = (
+            allocation.divergences(alpha, 1854, 600, 1 / s, "remove", 2.5e-10, width, cells)[0]
+            for width, cells in ((0.2, 512), (0.1, 4096))
+        )
+        bounds.append(coarse)
+        assert fine * (1 - 1e-6) <= coarse < 1.5 * fine
+    assert (np.diff(bounds) < 0).all()
+
+
+def test_one_epoch_is_searched_by_its_divergence_at_the_epsilon_to_keep(monkeypatch, tmp_path):
+    """No curve, few divergences; each result keeps its epsilon. Mutant: 2 % less noise."""
+    monkeypatch.setenv("SORDINO_CACHE", str(tmp_path))
+    monkeypatch.delattr(subsampled, "_curve")
+    rows, whole = [], allocation.divergences
+    monkeypatch.setattr(allocation, "divergences", lambda a, *k: rows.extend(a) or whole(a, *k))
+    asked = [
+        SampledAccount([SampledGaussian(1 / 62, 1.0, times, Sampler.ALLOCATION)], 0.0, epsilon)
+        for times in (20, 40, 62)
+        for epsilon in (0.5, 1.0, 2.0, 4.0, 8.0)
+    ]
+    factors = many.scales(asked, 1e-6, ADD)
+    assert len(rows) <= 10 * len(asked)
+    for account, factor in list(zip(asked, factors, strict=True))[::3]:
+        spent = [
+            subsampled.epsilon([r._replace(mu=r.mu / factor / part) for r in account.releases], 1e-6, ADD)
+            for part in (1.0, 0.98)
+        ]
+        assert spent[0] <= account.epsilon < spent[1]
+
+
 @pytest.mark.parametrize("adjacency", Adjacency)
 def test_a_search_on_coarse_grids_needs_little_more_noise(adjacency, monkeypatch, tmp_path):
     """The slow search is that on fine grids; neither claims too little."""
