@@ -8,7 +8,7 @@ from sordino.privacy.accounting import interpolation
 
 def test_every_place_is_in_one_set_and_the_first_sets_are_far_apart():
     places = np.random.default_rng(0).uniform(size=(100, 2))
-    sets = interpolation.spread_out(places)
+    sets = interpolation.spread_out(places, 3)
     assert [len(rows) for rows in sets] == [12, 36, 52]
     assert sorted(np.concatenate(sets).tolist()) == list(range(100))
     first = places[sets[0]]
@@ -18,7 +18,7 @@ def test_every_place_is_in_one_set_and_the_first_sets_are_far_apart():
 
 @pytest.mark.parametrize("number", [1, 5, 12, 13, 49])
 def test_few_places_and_equal_ones_are_taken_once(number):
-    sets = interpolation.spread_out(np.ones((number, 2)))
+    sets = interpolation.spread_out(np.ones((number, 2)), 1)
     assert sorted(np.concatenate(sets).tolist()) == list(range(number))
 
 
@@ -26,7 +26,7 @@ def test_smooth_values_are_found_between_few_places():
     """Mutant: the nearest value."""
     places = np.random.default_rng(1).uniform(size=(200, 2))
     values = np.column_stack([np.sin(2 * places[:, 0]) * places[:, 1], 3 + places @ [1.0, -2.0]])
-    sets = interpolation.spread_out(places)
+    sets = interpolation.spread_out(places, 3)
     known = np.concatenate(sets[:2])
     found = interpolation.interpolated(places[known], values[known], places[sets[2]])
     np.testing.assert_allclose(found[:, 0], values[sets[2], 0], atol=0.02)

@@ -11,7 +11,6 @@ import numpy as np
 Array = np.ndarray
 STEPS = 2**20  # of logarithms, per unit: distances of whole numbers are the same on every machine
 FIRST = 12  # places of the first set
-GROWTH = 3  # a set has so many times as many places as the one before
 _LEAST_PART = 1e-12  # of the largest singular value: a smaller one counts as 0
 
 
@@ -20,12 +19,13 @@ def rounded_logs(columns: Array) -> Array:
     return np.asarray(np.rint(np.log(columns) * STEPS) / STEPS)
 
 
-def spread_out(places: Array) -> list[Array]:
-    """All places, in sets of which each has `GROWTH` times as many as the one before; those of a set lie far from each
+def spread_out(places: Array, growth: int) -> list[Array]:
+    """All places, in sets of which each has `growth` times as many as the one before; those of a set lie far from each
     other and from those of earlier sets.
 
     Args:
       places: one row per place.
+      growth: from one set to the next.
 
     Returns:
       The rows of each set.
@@ -40,7 +40,7 @@ def spread_out(places: Array) -> list[Array]:
             near = np.minimum(near, np.square(places - places[place]).sum(1))
             near[place] = -1.0
         sets.append(np.array(chosen[begin:]))
-        begin, size = begin + size, size * GROWTH
+        begin, size = begin + size, size * growth
     return [*sets, np.setdiff1d(np.arange(len(places)), chosen)]
 
 

@@ -184,7 +184,7 @@ def factors(batch: Batch, delta: float, adjacency: Adjacency, tolerance: float) 
 
     columns = np.column_stack([batch.rate, batch.mu, batch.times, batch.target, batch.beside])
     close = min(tolerance, MOST_TOLERANCE)
-    found = _in_sets(fine, start, _places(columns), batch.target, guess.copy(), slope, close)
+    found = _in_sets(fine, start, _places(columns), batch.target, guess.copy(), slope, close, 3)
     return np.where(found < most, found, np.inf)
 
 
@@ -201,6 +201,7 @@ def _in_sets(
     limits: Array,
     slope: Array,
     close: float,
+    growth: int,
 ) -> Array:
     """Search a few rows, and the others from where those point.
 
@@ -212,12 +213,13 @@ def _in_sets(
       limits: about the factors; what they are wrong by is interpolated.
       slope: about the derivatives; those of searched rows are put in their place.
       close: the tolerance; narrower where interpolation is exact.
+      growth: as of `interpolation.spread_out`: 1 if rows are evaluated one by one, and more if together is faster.
 
     Returns:
       As `factors`.
     """
     found, guess, known, narrow = np.full(len(target), np.inf), limits.copy(), np.zeros(0, int), close
-    for rows in interpolation.spread_out(places):
+    for rows in interpolation.spread_out(places, growth):
         interpolates = len(known) > places.shape[1]
         if interpolates:
             values = np.column_stack([np.log(guess / limits), slope])[known]
@@ -363,7 +365,7 @@ def _epoch_factors(accounts: Sequence[_Epochs], delta: float, adjacency: Adjacen
 
     spent = alone if accounts[0].alone else together
     places = _places(np.array([account.columns for account in accounts]))
-    found = _in_sets(spent, start, places, target, limits, np.full(len(target), -1.5), subsampled.EPOCH_TOLERANCE)
+    found = _in_sets(spent, start, places, target, limits, np.full(len(target), -1.5), subsampled.EPOCH_TOLERANCE, 1)
     return np.where(found < most, found, np.inf)
 
 
