@@ -9,7 +9,7 @@ import torch
 
 from sordino.core import SAFETY, Adjacency, Correlated, Kind, Lemma, Privacy, Query, Shard, Trust, Unit
 from sordino.engines.oracle import clipped
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, listed, nearest
 from sordino.models.linear import Linear, Loss
 
 ADD, SWAP = Adjacency.ADD_REMOVE, Adjacency.REPLACE_ONE
@@ -202,6 +202,10 @@ def test_nearest_suggests_a_close_name_or_lists_all():
     assert nearest("dp-fedgt", ["dp-fedgd", "dp-fedyogi"]) == " Did you mean 'dp-fedgd'?"
     assert nearest("zzz", ["b", "a"]) == " Known: a, b."
     assert nearest("fedgd", ["dp-fedgd", "fedsgd"]) == " Did you mean 'dp-fedgd'?", "though fedsgd is nearer"
+    columns = [f"c{k}" for k in range(40)]
+    assert nearest("zzz", columns).endswith(" and 32 more."), "of a wide table"
+    assert listed(columns[:20]) == ", ".join(columns[:20])
+    assert listed(columns, like="C39").startswith("c39, ")
     assert nearest("fedsg", ["dp-fedgd", "fedsgd"]) == " Did you mean 'fedsgd'?"
 
 

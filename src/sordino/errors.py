@@ -33,6 +33,9 @@ SYNONYMS = {
 }
 
 
+MOST_LISTED, FEW_LISTED = 20, 8  # names that a message lists; of more, the few that are nearest
+
+
 def count(number: int, one: str, many: str = "") -> str:
     """A number and its noun, for messages.
 
@@ -95,7 +98,7 @@ class Refused(Exception):  # noqa: N818
         self.code, self.detail = code, detail
 
 
-def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """The known name that was probably meant, or None.
 
     Args:
@@ -108,26 +111,63 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.5) -> str | None:
     >>> closest("learning_rate", ["clip", "lr"])
     'lr'
 
+    Neither capitals nor the dashes of a flag count:
+
+    >>> closest("DP-FedNew", ["dp-fednew"]), closest("weights", ["--clients"])
+    ('dp-fednew', None)
+
     A name that lacks the prefix of the private methods is completed:
 
     >>> closest("fedgd", ["dp-fedgd", "fedsgd"])
     'dp-fedgd'
 
-    If no spelling is similar, a name counts that begins with the same whole words:
+    If no spelling is similar, a name counts that begins with the word, or the word with it and `_`:
 
-    >>> closest("trust_model", ["sizes", "trust"], cutoff=0.7)
-    'trust'
+    >>> closest("trust_model", ["sizes", "trust"]), closest("coef", ["coefficients", "torch"])
+    ('trust', 'coefficients')
     """
-    known = sorted(known)
-    for meant in (f"dp-{name}", SYNONYMS.get(re.sub("[^a-z]", "", name.lower()))):
-        if meant in known:
-            return meant
-    begins = [each for each in known if f"{name}_".startswith(f"{each}_") or f"{each}_".startswith(f"{name}_")]
-    return next(iter([*difflib.get_close_matches(name, known, n=1, cutoff=cutoff), *begins]), None)
+    bare = {_bare(each): each for each in sorted(known)}
+    word = _bare(name)
+    for meant in (word, f"dp-{word}", SYNONYMS.get(re.sub("[^a-z]", "", word))):
+        if meant in bare:
+            return bare[meant]
+    begins = [each for each in bare if f"{word}_".startswith(f"{each}_") or (len(word) > 2 and each.startswith(word))]
+    found = [*difflib.get_close_matches(word, bare, n=1, cutoff=cutoff), *begins]
+    return bare[found[0]] if found else None
+
+
+def _bare(name: str) -> str:
+    """What of a name is compared: not the dashes of a flag, nor whether letters are capitals."""
+    return name.lstrip("-").casefold()
+
+
+def listed(names: Iterable[str], like: str = "") -> str:
+    """Names for a message; of more than `MOST_LISTED` only some, and how many more there are.
+
+    Args:
+        names: What exists, in the order of the message.
+        like: What the user wrote; of many names, those come first that are most like it.
+
+    >>> listed(["age", "sex"])
+    'age, sex'
+    >>> listed(map(str, range(30)), like="2")
+    '2, 12, 20, 21, 22, 23, 24, 25 and 22 more'
+    """
+    names = list(names)
+    if len(names) <= MOST_LISTED:
+        return ", ".join(names)
+    near = difflib.SequenceMatcher(b=_bare(like))
+
+    def likeness(name: str) -> float:
+        near.set_seq1(_bare(name))
+        return near.ratio()
+
+    first = sorted(names, key=likeness, reverse=True)[:FEW_LISTED]
+    return f"{', '.join(first)} and {len(names) - FEW_LISTED:,} more"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """` Did you mean 'x'?`, or the whole list where nothing is near.
+    """` Did you mean 'x'?`, or the names that there are where nothing is near, as `listed`.
 
     >>> nearest("digts", ["digits", "mnist"])
     " Did you mean 'digits'?"
@@ -136,7 +176,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """
     known = sorted(known)
     meant = closest(name, known)
-    return f" Did you mean '{meant}'?" if meant else f" Known: {', '.join(known)}."
+    return f" Did you mean '{meant}'?" if meant else f" Known: {listed(known, name)}."
 
 
 def check_known(name: str, value: object, known: Collection[str]) -> None:
@@ -148,7 +188,7 @@ def check_known(name: str, value: object, known: Collection[str]) -> None:
         known: The values that it may have.
 
     Raises:
-        SordinoError: It is another value; the message names the nearest one, or all.
+        SordinoError: It is another value; the message names the nearest one, or those that it may have.
 
     Example:
         >>> check_known("mode", "exact", ["exact", "fast"])

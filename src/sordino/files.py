@@ -18,7 +18,35 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from sordino.errors import SordinoError, StoppedError
+from sordino.errors import SordinoError, StoppedError, closest
+
+SPELT_ALIKE = 0.75  # how similar the name of another file must be to be suggested
+
+
+def absent(field: str, path: str | Path) -> SordinoError:
+    """The error for a file that is not there: it names one beside it that is spelt alike.
+
+    Args:
+      field: what the error begins with.
+      path: as the user wrote it.
+
+    Returns:
+      The error, to be raised.
+
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> write(folder / "patients.csv", b"")
+    >>> str(absent("data", folder / "patient.csv")).split("file ")[1].replace(str(folder), "DIR")
+    "'DIR/patient.csv'. Did you mean 'DIR/patients.csv'?"
+    """
+    wanted = Path(path).expanduser()
+    try:
+        beside = [other.name for other in wanted.parent.iterdir()]
+    except OSError:
+        beside = []
+    begin = f"{field}: there is no file '{path}'"
+    if meant := closest(wanted.name, beside, cutoff=SPELT_ALIKE):
+        return SordinoError(f"{begin}. Did you mean '{wanted.with_name(meant)}'?")
+    return SordinoError(f"{begin}; check the path.")
 
 
 def write(path: Path, data: bytes, *, durable: bool = True) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sordino import files
 from sordino.errors import SordinoError
 
 _WORDS = {"str": "a text", "int": "a whole number", "bool": "true or false", "float": "a number"}
@@ -45,7 +46,7 @@ def read_toml(path: str | Path, what: str = "spec") -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except FileNotFoundError:
-        raise SordinoError(f"{what}: there is no file '{path}'; check the path.") from None
+        raise files.absent(what, path) from None
     except IsADirectoryError:
         raise SordinoError(f"{what}: '{path}' is a directory; name a TOML file.") from None
     except PermissionError:

@@ -277,7 +277,7 @@ def test_counts_errors(tmp_path: Path, content: str, clients: int | None, messag
         ("by-site", 4, "equal", "needs data with a client column"),
         ("by-column", 4, "equal", "lacks a column"),
         ("by-column:ward", 4, "equal", "needs data with a client column"),
-        ("counts:nowhere.csv", 4, "equal", "no counts file 'nowhere.csv'"),
+        ("counts:nowhere.csv", 4, "equal", "no file 'nowhere.csv'"),
     ],
 )
 def test_a_partition_that_cannot_be_made_is_refused(

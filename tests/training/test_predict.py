@@ -151,7 +151,7 @@ def test_frames_without_a_schema(tmp_path):
     assert (run.schema, run.classes, run.features) == (None, (), ("a", "b"))
     frame = {"b": x[:5, 1], "a": x[:5, 0]}
     assert np.array_equal(run.predict(frame), run.predict(x[:5]))
-    with pytest.raises(SordinoError, match=r"the frame lacks the columns \['b'\]"):
+    with pytest.raises(SordinoError, match="the frame lacks the columns b that"):
         run.predict({"a": [1.0]})
     with pytest.raises(SordinoError, match="predicts numbers"):
         run.predict_proba(frame)

@@ -96,10 +96,12 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
     where, (word, equals, value) = command.prog.removeprefix("sordino "), rest[0].partition("=")
     if word.startswith("--") and "--set" in flags:
         from sordino.methods import REGISTRY
+        from sordino.models import registry
         from sordino.training.spec import RUN_KEYS
 
         key = word.removeprefix("--").replace("-", "_")
         an_option = any(key in entry.options for entry in REGISTRY.values())
+        an_option |= any(key in entry.options for entry in registry.REGISTRY.values())
         if key in RUN_KEYS or (an_option and not any(flag.startswith(word) for flag in flags)):
             value = value if equals else rest[1] if len(rest) > 1 else "VALUE"
             return SordinoError(f"{where}: '{word}' is unknown; write --set {key}={value}.")
@@ -109,14 +111,16 @@ def _unknown(command: argparse.ArgumentParser, rest: Sequence[str]) -> SordinoEr
             f"{where}: '{word}' is unknown. The column that says which hospital a record is of is named by --partition "
             f'by-column:{name}, or by client = "{name}" in a schema; --clients N splits the records at random.'
         )
-    longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
-    hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
     if where in ("run", "sweep", "compare", "schema draft", "schema check") and os.path.isfile(rest[0]):
         return SordinoError(
             f"{where}: '{rest[0]}' is one file too many, because it reads one table. Join the files of several "
             "hospitals into one, with a column that names the hospital (client in the schema), or keep them apart and "
             "train over a network: sordino federate."
         )
+    if not word.startswith("-"):
+        return SordinoError(f"{where}: '{rest[0]}' is one word too many; see {command.prog} --help.")
+    longer = [flag for flag in flags if len(word) > 2 and flag.startswith(word)]
+    hint = f" Did you mean '{longer[0]}'?" if longer else nearest(word, flags)
     return SordinoError(f"{where}: '{rest[0]}' is unknown.{hint}")
 
 
@@ -136,6 +140,7 @@ def _parser(modules: tuple[str, ...]) -> argparse.ArgumentParser:
         "  sordino verify runs/mine                     recompute a certificate with a second accountant\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.usual = "run"
     parser.add_argument("--version", action="version", version=f"sordino {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in modules:

@@ -40,6 +40,7 @@ def add(commands: Any) -> None:
         "sordino federate coordinate study --host coordinator.example.org\n"
         "sordino federate join site-north/site.toml --link coordinator.example.org:8000 --authority authority.pem\n"
         "sordino federate status study",
+        "doctor",
     )
     every = (
         _add_up,

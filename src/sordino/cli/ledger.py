@@ -36,11 +36,18 @@ def add(commands: Any) -> None:
         "ledger",
         "show or export what was spent, by which run and when; open an account",
         "sordino ledger show site-north/ledger.db\nsordino ledger export site-north/ledger.db --json ledger.json",
+        "show",
     )
     show = command(
-        parts, "show", _show, "show the account of every data set, and what each run spent", "sordino ledger show F"
+        parts,
+        "show",
+        _show,
+        "show the account of every data set, and what each run spent",
+        "sordino ledger show patients.db\nsordino ledger show site-north",
     )
-    export = command(parts, "export", _export, "write every row as CSV or JSON", "sordino ledger export F > rows.csv")
+    export = command(
+        parts, "export", _export, "write every row as CSV or JSON", "sordino ledger export patients.db > rows.csv"
+    )
     new = command(
         parts,
         "new-account",

@@ -233,8 +233,14 @@ def add_site(parser: argparse.ArgumentParser) -> None:
 
 def site_file(text: str) -> Path:
     """The site.toml that a user named, by itself or by its folder."""
+    from sordino.training.folder import missing
+
     path = Path(text)
-    return path / "site.toml" if path.is_dir() else path
+    if not path.is_dir():
+        return path
+    if not (path / "site.toml").exists():
+        raise missing(path / "site.toml", "site.toml")
+    return path / "site.toml"
 
 
 def add_backup(parts: Any) -> None:

@@ -59,7 +59,7 @@ def act(arguments: argparse.Namespace) -> int:
         raise SordinoError("FILE: name a file of records, or write --prompt TEXT; one of them.")
     named = arguments.file is not None and not Path(arguments.file).expanduser().is_file()
     if Path(arguments.model).exists() and named:
-        raise SordinoError(f"data: there is no file '{arguments.file}'; check the path.")
+        raise files.absent("data", arguments.file)
     target = None if arguments.out is None else Path(arguments.out)
     if target is not None and arguments.json:
         raise SordinoError("--out: it writes a table, and --json prints a document; use one of them.")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import sys
 import time
 import warnings
@@ -12,8 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sordino import files
 from sordino.cli.show import add_device, add_json, bar, check_json, check_out, command, console, emit, facts, terminable
-from sordino.errors import OverspentError, SordinoError, count
+from sordino.errors import OverspentError, SordinoError, closest, count
 from sordino.foreign import printable
 
 MOST_CLASSES = 10  # of which every one has a line
@@ -107,7 +109,7 @@ def add(commands: Any) -> None:
         "spec",
         nargs="?",
         metavar="SPEC.toml|DATA",
-        help="settings of the run, which flags and --set override; or a table, as --data",
+        help="settings of the run, which flags and --set override; or a table or data set, as --data",
     )
     for flag, key, text in RUN_FLAGS:
         parser.add_argument(flag, dest=f"key_{key}", metavar="X", help=text)
@@ -250,6 +252,7 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
     from sordino import plugins
     from sordino.settings import parse_setting, read_toml
 
+    settings = dict(map(parse_setting, arguments.set))  # first: without its `=`, a value is taken for the spec
     values: dict[str, Any] = {}
     if arguments.spec:
         path = Path(arguments.spec)
@@ -257,10 +260,8 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
             raise SordinoError(f"spec: '{path}' is the folder of a run; continue it with --resume {path}.")
         if set(map(str.lower, path.suffixes)) & set(DATA_SUFFIXES):
             values["data"] = str(path)
-        elif not path.exists() and _names_data(arguments.spec):
-            raise SordinoError(
-                f"spec: there is no file '{path}'; for the data set of this name write --data {arguments.spec}."
-            )
+        elif not path.exists():
+            values["data"] = _data_set(arguments.spec)
         else:
             read = read_toml(path)
             if isinstance(read.get("columns"), dict):
@@ -275,7 +276,7 @@ def read_keys(arguments: argparse.Namespace) -> dict[str, Any]:
             typed |= dict([parse_setting(f"{key}={flag}")])
     if getattr(arguments, "integers", False):
         typed["integers"] = True
-    typed |= dict(map(parse_setting, arguments.set))
+    typed |= settings
     if ":" in str(typed.get("model", "")):  # typed by the user; a file may not name code
         plugins.allow(str(typed["model"]))
     return values | typed
@@ -294,12 +295,26 @@ def _resumed(out: Path) -> Any:
     return spec
 
 
-def _names_data(word: str) -> bool:
-    """Whether `--data` knows this word as a data set."""
+def _data_set(word: str) -> str:
+    """The word, if `--data` knows it as a data set.
+
+    Raises:
+      SordinoError: it is none, and no file either; the message says what was probably meant.
+    """
     from sordino.data import catalog
     from sordino.data.synthetic import BUILT_IN
+    from sordino.methods import REGISTRY
 
-    return word.partition(":")[0] in BUILT_IN or word in catalog.NAMES
+    if re.split("[(:]", word, maxsplit=1)[0] in BUILT_IN or word in catalog.NAMES:
+        return word
+    if meant := closest(word, REGISTRY, cutoff=files.SPELT_ALIKE):
+        raise SordinoError(
+            f"spec: '{word}' is no file and no data set; for the method write --method {meant} (compare: --methods "
+            f"{meant},…, with commas)."
+        )
+    if meant := closest(word, (*BUILT_IN, *catalog.NAMES), cutoff=files.SPELT_ALIKE):
+        raise SordinoError(f"spec: '{word}' is no file and no data set. Did you mean the data set '{meant}'?")
+    raise files.absent("spec", word)
 
 
 def _train(prepared: Any, out: Path, team: Any) -> list[dict[str, Any]]:

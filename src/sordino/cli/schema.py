@@ -25,6 +25,7 @@ def add(commands: Any) -> None:
         "schema",
         "describe a table by public rules, without looking at its records",
         "sordino schema draft patients.csv --out schema.toml\nsordino schema check schema.toml patients.csv",
+        "draft",
     )
     draft = command(
         parts,
@@ -69,7 +70,7 @@ def _draft(arguments: argparse.Namespace) -> int:
     paths = [Path(name) if name else None for name in (arguments.file, arguments.from_public)]
     for path in paths:
         if path is not None and not path.is_file():
-            raise SordinoError(f"schema: there is no file '{path}'; check the path.")
+            raise files.absent("schema", path)
     dialect = Dialect(arguments.delimiter, arguments.decimal, arguments.encoding)
     try:
         text, looked = draft(Path(arguments.file), paths[1], dialect, any_names=arguments.any_names)
@@ -107,7 +108,7 @@ def _check(arguments: argparse.Namespace) -> int:
     if arguments.file:
         path = Path(arguments.file)
         if not path.is_file():
-            raise SordinoError(f"data: there is no file '{path}'; check the path.")
+            raise files.absent("data", path)
         read = schema.at_its_widest if schema.unknown else schema
         try:
             constant, unlisted = read.constant(read.open(path)), read.unlisted(path)

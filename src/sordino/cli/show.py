@@ -60,6 +60,8 @@ def terminable() -> Iterator[None]:
 class Parser(argparse.ArgumentParser):
     """Flags are written in full, and a mistake is one line that names the flag and the remedy."""
 
+    usual = ""  # the step, or the command, that is shown to who wrote a file in its place
+
     def __init__(self, *args: Any, **keywords: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **keywords})
 
@@ -77,10 +79,15 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         where = self.prog.removeprefix("sordino").strip()
         begin, see = f"{where}: " if where else "", f"see {self.prog} --help"
+        example = re.search(r"examples:\n\s*(.+?)(?=  |\n)", self.epilog or "")  # the first, without what is said of it
+        see = f"for example: {example[1]}; {see}" if example and where else see
         if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             if steps_of := [name for name, parts in self._steps().items() if wrong[1] in parts]:
                 known = " or ".join(f"{self.prog} {name} {wrong[1]}" for name in steps_of)
                 raise SordinoError(f"{begin}'{wrong[1]}' is unknown; write {known}.")
+            if self.usual and (Path(wrong[1]).suffix or Path(wrong[1]).exists()):
+                what = "step" if where else "command"
+                raise SordinoError(f"{begin}'{wrong[1]}' is no {what}; write {self.prog} {self.usual} {wrong[1]}.")
             raise SordinoError(
                 f"{begin}'{wrong[1]}' is unknown.{nearest(wrong[1], re.findall('[a-z][a-z-]*', wrong[2]))}"
             )
@@ -101,9 +108,9 @@ class Parser(argparse.ArgumentParser):
         raise SordinoError(f"{begin}{message}; {see}.")
 
 
-def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> argparse.ArgumentParser:
+def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> Parser:
     indented = "\n".join(f"  {line}" for line in examples.splitlines())
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser: Parser = commands.add_parser(
         name,
         help=summary,
         description=summary[0].upper() + summary[1:] + ".",
@@ -114,14 +121,24 @@ def command(commands: Any, name: str, act: Any, summary: str, examples: str) -> 
     return parser
 
 
-def steps(commands: Any, name: str, summary: str, examples: str) -> Any:
-    """A command that has steps, to which `command` adds each of them. Without a step it says which there are."""
+def steps(commands: Any, name: str, summary: str, examples: str, usual: str) -> Any:
+    """A command that has steps, to which `command` adds each of them. Without a step it says which there are.
+
+    Args:
+      commands: what holds the command.
+      name: of the command.
+      summary: one line of help.
+      examples: one per line.
+      usual: the step that is shown to who wrote a file in its place.
+    """
 
     def act(arguments: argparse.Namespace) -> int:
         *others, last = parts.choices
         raise SordinoError(f"{name}: name a step: {', '.join(others)} or {last}.")
 
-    parts = command(commands, name, act, summary, examples).add_subparsers(title="steps", metavar="STEP")
+    parser = command(commands, name, act, summary, examples)
+    parser.usual = usual
+    parts = parser.add_subparsers(title="steps", metavar="STEP")
     return parts
 
 

@@ -151,7 +151,7 @@ def add_keys(parser: argparse.ArgumentParser, hidden: Collection[str] = ()) -> N
         "spec",
         nargs="?",
         metavar="SPEC.toml|DATA",
-        help="keys of the runs, which flags and --set override; or a table, as --data",
+        help="keys of the runs, which flags and --set override; or a table or data set, as --data",
     )
     for flag, key, text in RUN_FLAGS:
         told = argparse.SUPPRESS if key in hidden else text

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from sordino import files
 from sordino.data.catalog import Pictures
-from sordino.errors import SordinoError, check_known
+from sordino.errors import SordinoError, check_known, listed
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as most published weights expect
 MIN_SIDE_PIXELS = 32  # pixels per side; smaller images are padded with black
@@ -158,8 +159,8 @@ def network(name: str, weights: str | Path) -> nn.Module:
     missing = [key for key in expected if key not in state and not key.endswith("num_batches_tracked")]
     other = [key for key in state if key not in expected]
     if missing or other:
-        lacks = f" lacks {_few(missing)}" if missing else ""
-        brings = f"{' and' if missing else ''} brings {_few(other)}, which {name} has not" if other else ""
+        lacks = f" lacks {listed(missing)}" if missing else ""
+        brings = f"{' and' if missing else ''} brings {listed(other)}, which {name} has not" if other else ""
         raise SordinoError(f"weights: '{weights}'{lacks}{brings}; give the weights of a {name}.")
     for key, value in state.items():
         if value.shape != expected[key].shape:
@@ -221,12 +222,8 @@ def _state(path: Path) -> dict[str, Tensor]:
 
 def _existing(path: Path, field: str) -> Path:
     if not path.is_file():
-        raise SordinoError(f"{field}: there is no file '{path}'; check the path.")
+        raise files.absent(field, path)
     return path
-
-
-def _few(keys: list[str]) -> str:
-    return ", ".join(keys[:5]) + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
 
 
 # -------------------------------------------------------------------------------------------------------- the features

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sordino import files
 from sordino.data.arrays import unit_numbers
 from sordino.data.splits import apportion, by_appearance, generator, parse_number
 from sordino.errors import SordinoError, nearest
@@ -263,7 +264,7 @@ def _sites(dataset: Dataset, partition: str) -> np.ndarray:
 
 def _read_counts(path: Path, classes: int, clients: int | None) -> np.ndarray:
     if not path.is_file():
-        raise SordinoError(f"partition: there is no counts file '{path}'; check the path.")
+        raise files.absent("partition", path)
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         columns = reader.fieldnames or []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from sordino import files
 from sordino.core import SAFETY
 from sordino.data.arrays import each_times
 from sordino.data.readers import read_arrays
@@ -121,7 +122,7 @@ def whitening(cov: np.ndarray, power: float = 0.5) -> np.ndarray:
 
 def read_public_statistics(path: Path, features: int) -> tuple[np.ndarray, np.ndarray]:
     if not path.is_file():
-        raise SordinoError(f"public_stats: there is no file '{path}'; check the path.")
+        raise files.absent("public_stats", path)
     arrays = read_arrays(path, "public_stats")
     if "std" in arrays and "cov" not in arrays and arrays["std"].ndim == 1:
         arrays["cov"] = np.diag(arrays["std"].astype(float) ** 2)

@@ -13,7 +13,7 @@ import numpy as np
 from sordino.data import tables
 from sordino.data.arrays import check_features, plain_name
 from sordino.data.tables import open_table
-from sordino.errors import SordinoError, nearest
+from sordino.errors import SordinoError, listed, nearest
 
 LABEL_COLUMNS = ("label", "y", "target", "class")  # columns taken for the label if the caller names none
 
@@ -133,7 +133,10 @@ def _open_with_roles(
         found = [name for name in LABEL_COLUMNS if name in names]
         if len(found) != 1:
             why = f"columns {found} could each be it" if found else f"no column is called {', '.join(LABEL_COLUMNS)}"
-            raise SordinoError(f"label: {why}; name the label column of '{path}'. Columns: {', '.join(names)}.")
+            raise SordinoError(
+                f"label: {why}; name the label column of '{path}' (--label), or describe the table by a schema "
+                f"(sordino schema draft {path.name}). Columns: {listed(names)}."
+            )
         label = found[0]
     roles = {"label": label, **others}
     for field, name in roles.items():
@@ -151,10 +154,12 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     numeric = {name: _numeric(table.column(name)) for name in features}
     words = [name for name, values in numeric.items() if values is None]
     if words:
+        quoted = listed(f"'{name}'" for name in words)
         raise SordinoError(
-            f"data: feature columns {words} of '{path}' are not numeric; describe the table by a schema "
-            f"(sordino schema draft {path.name}), which encodes them, or drop them, or name the column of the "
-            f"label (--label), of the client (--partition by-column:{words[0]}) or of the person (--person)."
+            f"data: feature columns {quoted} of '{path}' are not numeric; describe the table by a schema "
+            f"(sordino schema draft {path.name}), which encodes them, or drop them, or name the column of the label "
+            f"(--label), of the client (--partition by-column:{words[0]}), of the person (--person) or, for a model "
+            "that reads text, of the text (--text)."
         )
     x = np.empty((table.num_rows, len(features)), np.float32)
     with np.errstate(over="ignore"):  # what overflows is reported with the other non-finite values
@@ -224,7 +229,7 @@ def columns_of(table: Any, columns: Sequence[str], count: int, where: str) -> np
     """The same of a pyarrow table in memory. where: its name in messages."""
     names = list(columns) or table.column_names[:count]
     if missing := [name for name in names if name not in table.column_names]:
-        raise SordinoError(f"data: {where} lacks the columns {missing} that the model was trained on.")
+        raise SordinoError(f"data: {where} lacks the columns {listed(missing)} that the model was trained on.")
     numeric = [_numeric(table.column(name)) for name in names]
     if any(values is None for values in numeric):
         raise SordinoError(f"data: columns of {where} that the model needs are not numeric.")

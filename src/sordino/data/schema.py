@@ -46,7 +46,7 @@ import numpy as np
 from sordino.data import expansion, tables
 from sordino.data.expansion import Block, Expansion
 from sordino.data.tables import Dialect
-from sordino.errors import SordinoError, check_known, count, nearest
+from sordino.errors import SordinoError, check_known, count, listed, nearest
 from sordino.settings import read_toml
 
 MISSING = ("", "?", "NA", "N/A", "NaN", "nan", "null")
@@ -1010,19 +1010,19 @@ class Schema:
         """
         import pyarrow.compute as pc
 
-        listed: dict[str, tuple[Sequence[Any], bool]] = {}
+        spelt: dict[str, tuple[Sequence[Any], bool]] = {}
         for name, column in self.columns.items():
             if isinstance(column, Category | Ordinal):
-                listed[name] = column.levels, False
+                spelt[name] = column.levels, False
             elif isinstance(column, Boolean):
-                listed[name] = column.words, True
+                spelt[name] = column.words, True
         if self.target is not None and self.target.task == "classes":
-            listed[self.target.column] = self.target.spelt, False
-        if not listed:
+            spelt[self.target.column] = self.target.spelt, False
+        if not spelt:
             return {}
-        table = tables.open_table(path, self.dialect, types=dict.fromkeys(listed, "level"), missing=self.missing)
+        table = tables.open_table(path, self.dialect, types=dict.fromkeys(spelt, "level"), missing=self.missing)
         found = {}
-        for name, (levels, lower) in listed.items():
+        for name, (levels, lower) in spelt.items():
             counted = pc.value_counts(tables.texts(table.column(name), self.missing))
             cells, counts = counted.field("values"), counted.field("counts").to_pylist()
             other = level_index(cells, levels, self.missing, lower) == OTHER_LEVEL
@@ -1238,8 +1238,8 @@ def _check_filled(values: Mapping[str, Any]) -> None:
         for place in places[1:]:
             column, _, key = place.rpartition(".")
             grouped.setdefault(column.removeprefix("columns."), []).append(key)
-        listed = ", ".join(f"{name} ({', '.join(keys)})" if name else ", ".join(keys) for name, keys in grouped.items())
-        rest = f", as {count(len(places) - 1, 'further place does', 'further places do')}: {listed}" * bool(listed)
+        others = listed(f"{name} ({', '.join(keys)})" if name else ", ".join(keys) for name, keys in grouped.items())
+        rest = f", as {count(len(places) - 1, 'further place does', 'further places do')}: {others}" * bool(others)
         raise SordinoError(
             f"{places[0]}: it still says {BLANK!r}{rest}. Write what is publicly known; a column that is not a feature "
             'has type = "drop" alone.'

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from sordino import files
 from sordino.data import catalog, tables
 from sordino.data.arrays import (
     by_public_classes,
@@ -357,7 +358,7 @@ def _table_path(source: str, field: str = "schema") -> Path:
     if tables.suffix_of(path) not in tables.SUFFIXES:
         raise SordinoError(f"{field}: '{source}' is not a table; a {field} describes {', '.join(tables.SUFFIXES)}.")
     if not path.is_file():
-        raise SordinoError(f"data: there is no file '{source}'; check the path.")
+        raise files.absent("data", source)
     return path
 
 
@@ -430,5 +431,5 @@ def _read(
         known = nearest(source, (*BUILT_IN, *catalog.NAMES))
         raise SordinoError(f"data: '{source}' is unknown.{known} A file ends in {suffixes()}.")
     if not path.is_file():
-        raise SordinoError(f"data: there is no file '{source}'; check the path.")
+        raise files.absent("data", source)
     return reader.records(path, label, client, person)

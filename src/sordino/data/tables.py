@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.errors import SordinoError, count, nearest
+from sordino.errors import SordinoError, count, listed, nearest
 from sordino.lazy import optional
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -166,9 +166,10 @@ def check_encoding(table: Any, names: Sequence[str], path: Path) -> None:
 def check_columns(names: Sequence[str], needed: Sequence[str], where: object) -> None:
     """Refuse a table that lacks a column or has one twice."""
     if absent := [name for name in needed if name not in names]:
-        hint = nearest(absent[0], names)
-        listed = ", ".join(f"'{name}'" for name in absent[:5])
-        raise SordinoError(f"data: '{where}' lacks the column{'s' if len(absent) > 1 else ''} {listed}.{hint}")
+        others = [name for name in names if name not in needed]
+        hint = nearest(absent[0], others) if others else ""
+        lacks = listed(f"'{name}'" for name in absent)
+        raise SordinoError(f"data: '{where}' lacks the column{'s' if len(absent) > 1 else ''} {lacks}.{hint}")
     if twice := [name for name in needed if list(names).count(name) > 1]:
         raise SordinoError(f"data: '{where}' has the column '{twice[0]}' twice; rename one of them.")
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sordino import files
 from sordino.data.partition import describe
 from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
@@ -704,7 +705,7 @@ def frozen(path: Path) -> dict[str, Any]:
         tuning = tuning.get("tuning", tuning)
         assert {"how", "paid", "validation", "settings"} <= tuning.keys()
     except FileNotFoundError:
-        raise SordinoError(f"settings: there is no file '{path}'; check the path.") from None
+        raise files.absent("settings", path) from None
     except (ValueError, AttributeError, AssertionError):
         raise SordinoError(
             f"settings: '{path}' holds no settings; give settings.json or compare.json of a comparison."

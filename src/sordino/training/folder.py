@@ -108,7 +108,7 @@ def missing(path: Path, field: str) -> SordinoError:
     if below:
         folders = ", ".join(str(p.parent) for p in below[:4]) + (" …" if len(below) > 4 else "")
         return SordinoError(f"{field}: '{root}' holds no {name} itself; name one of its folders: {folders}.")
-    return SordinoError(f"{field}: there is no file '{path}'; check the path.")
+    return files.absent(field, path)
 
 
 class RunKeys(NamedTuple):

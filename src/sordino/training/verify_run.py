@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, listed
 from sordino.evidence.certificate import EVALUATION, SECRET_SEED, certificate, finite, group_of_site, sizes_of
 from sordino.evidence.ledger import Ledger
 from sordino.evidence.public import KEPT_BY_A_PARTY
@@ -37,7 +37,6 @@ Compare = Callable[[dict[str, Any], Path], Iterator[str]]
 # What a document that is no certificate raises: a field of another kind, NaN, or a number beyond floats.
 UNREADABLE = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, StopIteration)
 LEDGER_STAYS = "ledger.db, which stays with its owner"
-MOST_NAMED = 20  # files in one line
 LENGTHS = "the lengths of the answers that are sent as integers: they follow from"
 
 
@@ -95,7 +94,7 @@ def verify_run(path: Path, key: str | None = None, *, against_terms: Compare | N
     verdict.problems.extend(_against_statement(cert, folder.public / "statement.md", verdict.gaps))
     verdict.problems.extend(_against_card(cert, folder.public, verdict.gaps))
     if whole and (others := _others(folder.public, coordinators or "site" in cert)):
-        verdict.gaps.append(f"files that are not of the run: {_listed(others)}")
+        verdict.gaps.append(f"files that are not of the run: {listed(others)}")
     return verdict
 
 
@@ -105,11 +104,6 @@ def _others(folder: Path, of_a_party: bool) -> list[str]:
     known += KEPT_BY_A_PARTY if of_a_party else []
     names = (path.name for path in sorted(folder.iterdir()) if not path.name.startswith("."))
     return [name for name in names if not any(fnmatchcase(name, pattern) for pattern in known)]
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def _against_statement(cert: dict[str, Any], path: Path, gaps: list[str]) -> Iterator[str]:
