@@ -16,7 +16,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from sordino.core import SAFETY, Shard
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, listed
 from sordino.models import per_example, watch
 from sordino.models.objective import Objective
 from sordino.models.owners import Owners
@@ -273,6 +273,8 @@ def check_apart(model: FlatModel) -> None:
                 still = run(rows) if model.random else before
                 others = [(k, run(mix)) for k, mix in _mixes(rows)] + _wild(model, rows, run) if steady else []
                 predicted, elsewhere = run(rows, train=False), run(_mixes(rows)[0][1], train=False)
+                run(_mixes(rows)[0][1])  # other rows in training, of which nothing may show in evaluation
+                carried = steady and not equal(predicted, run(rows, train=False))
                 try:
                     alone = torch.cat([run(rows[:1]), run(rows[-1:])])
                 except (RuntimeError, ValueError, IndexError) as error:
@@ -298,12 +300,15 @@ def check_apart(model: FlatModel) -> None:
             "module: no output is finite for rows of numbers between 0.5 and 2, which are tokens 0 and 1. So it cannot "
             "be checked whether rows meet; let it have finite outputs for these rows."
         )
-    if kept or not (steady or first.is_cuda):
-        what = f"{', '.join(kept[:3])} differ" if kept else "the outputs differ"
+    again = kept or not (steady or first.is_cuda)
+    if again or (carried and not meets):
+        what = f"a second pass over the same rows with the same random numbers changed {listed(kept) or 'the outputs'}"
+        if not again:
+            what = "a pass over other rows in training changed the outputs in evaluation"
         raise SordinoError(
-            f"module: of two passes over the same rows with the same random numbers, {what}. What stays from earlier "
-            "passes carries data around the clip, and random numbers that are not PyTorch's own (of NumPy, random or a "
-            "torch.Generator) are not the run's; compute from the record alone, and draw with nn.Dropout or torch.rand."
+            f"module: {what}. What stays from earlier passes carries data around the clip, and random numbers that are "
+            "not PyTorch's own (of NumPy, random or a torch.Generator) are not the run's; compute from the record "
+            "alone, and draw with nn.Dropout or torch.rand."
         )
     if differ := {name for names in more for name in (few or set()) ^ (names or few or set())}:
         raise SordinoError(OTHER_OPERATIONS.format(", ".join(sorted(differ)[:3])))
