@@ -34,6 +34,7 @@ def add(commands: Any) -> None:
         "python -m papers fednew-8 --data-dir data --device cuda\n"
         "python -m papers all --smoke",
     )
+    parser.prog = "python -m papers"
     parser.add_argument("table", nargs="?", metavar="TABLE", help="such as sofim-3; without it, all are listed")
     parser.add_argument(
         "--smoke", action="store_true", help="two rounds on made-up files, to see that it runs; all means every table"

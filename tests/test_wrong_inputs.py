@@ -13,7 +13,7 @@ from torch import nn
 
 import sordino
 from papers import __main__ as papers
-from sordino import Linear, Records, SordinoError
+from sordino import Linear, Records, SordinoError, settings
 from sordino.cli import main
 from sordino.cli.federate import _shown
 from sordino.data.partition import split
@@ -23,6 +23,8 @@ from sordino.models.linear import Loss
 from sordino.models.torch_model import TorchModel
 
 ROWS = [f"{k},{k % 5},{'groß' if k % 3 else 'klein'},{'Köln' if k % 2 else 'Bonn'}" for k in range(80)]
+PRIVACY = sordino.Privacy(epsilon=4.0)
+RECORDS = Records.of(np.ones((3, 2)), np.zeros(3), np.zeros(3, int))
 NOT_OURS = {"how": "grid", "paid": "no", "validation": "v"}
 NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 
@@ -209,6 +211,39 @@ class Wrapped(nn.Module):
 def test_a_module_that_does_not_give_one_tensor(wrap, why):
     with pytest.raises(SordinoError, match=why):
         TorchModel(Wrapped(wrap), shape=(4,))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"method": "dp-fedgd"}, r"method: a str is not what a plan takes; write method=build\("),
+        ({"privacy": 4.0}, r"privacy: a float is not what a plan takes; write privacy=Privacy\("),
+        ({"sizes": RECORDS}, r"sizes: a Records is not what a plan takes; write sizes=records\.sizes"),
+    ],
+)
+def test_a_plan_of_something_else(wrong, why):
+    with pytest.raises(SordinoError, match=why):
+        sordino.Plan(**{"method": build("dp-fedgd"), "rounds": 1, "sizes": (3,), "privacy": PRIVACY, **wrong})
+
+
+def test_an_engine_takes_records_alone():
+    plan = sordino.Plan(build("dp-fedgd"), rounds=1, sizes=(3,), privacy=PRIVACY)
+    with pytest.raises(SordinoError, match=r"records: a Dataset is not Records; write Records.of\(x, y, client\)"):
+        next(sordino.simulate.run(plan, Linear(64, 10), sordino.load("digits"), sordino.source(None)))
+
+
+def test_a_name_of_the_package_that_is_spelt_wrongly_is_told():
+    with pytest.raises(AttributeError) as caught:
+        sordino.FederatedClassifer  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("FederatedClassifer", sordino)
+
+
+def test_an_option_of_a_model_of_ones_own_needs_no_annotation():
+    def network(features, classes, hidden=32):
+        """A module without annotations, as people write it."""
+
+    hidden = settings.declared(network, skip=("features", "classes"))["hidden"]
+    assert settings.typed("hidden", 16, hidden.annotation) == 16
 
 
 # ------------------------------------------------------------------------------------------------------------- commands

@@ -29,6 +29,7 @@ Every name is imported when it is first used: `import sordino` itself imports ne
 what `sordino.estimators` holds (`FederatedClassifier`, …) also needs scikit-learn.
 """
 
+import sys
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -137,7 +138,8 @@ _SKLEARN = _HOME["sordino.estimators"].split()  # not in __all__: an import of e
 
 def __getattr__(name: str) -> object:
     if name not in _MODULE:
-        raise AttributeError(f"module 'sordino' has no attribute '{name}'")
+        # With name and object, Python's traceback adds which name was probably meant.
+        raise AttributeError(f"module 'sordino' has no attribute '{name}'", name=name, obj=sys.modules[__name__])
     if name in _SKLEARN and find_spec("sklearn") is None:
         raise ImportError(f"{name} needs scikit-learn: pip install 'sordino[sklearn]'")
     module = import_module(_MODULE[name])

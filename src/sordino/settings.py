@@ -24,17 +24,23 @@ class Declared(NamedTuple):
 
 
 def declared(function: Callable[..., Any], skip: tuple[str, ...] = ()) -> dict[str, Declared]:
-    """The keyword parameters of a function as settings. Its module must postpone annotations.
+    """The keyword parameters of a function as settings. One without an annotation has the type of its default.
 
     >>> def build(features: int, *, width: int = 64): ...
     >>> declared(build, skip=("features",))["width"].default
     64
+    >>> declared(lambda width=64: ...)["width"].annotation
+    'int'
     """
+
+    def annotation(p: inspect.Parameter) -> str:
+        if p.annotation is p.empty:
+            return type(p.default).__name__
+        return p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation)
+
     parameters = inspect.signature(function).parameters.values()
     return {
-        p.name: Declared(
-            p.annotation if isinstance(p.annotation, str) else inspect.formatannotation(p.annotation), p.default
-        )
+        p.name: Declared(annotation(p), p.default)
         for p in parameters
         if p.name not in skip and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }

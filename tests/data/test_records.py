@@ -157,7 +157,7 @@ def test_a_cohort_as_one_client():
 
 @pytest.mark.parametrize(("rows", "labels", "client"), [(2, 3, [0, 1, 1]), (3, 2, [0, 1, 1]), (3, 3, [0, 1])])
 def test_lengths_must_agree(rows, labels, client):
-    with pytest.raises(SordinoError, match=f"data: {rows} rows of x, {labels} labels and {len(client)} client"):
+    with pytest.raises(SordinoError, match=f"data: x has {rows} rows, y {labels} labels and client {len(client)} n"):
         Records.of(np.ones((rows, 1)), np.zeros(labels), np.array(client))
 
 

@@ -71,7 +71,9 @@ def test_where_persons_are_protected_the_plan_counts_persons(engine):
 
 
 def test_several_wrong_sizes_are_counted():
-    assert "(2 clients differ)" in refusal(simulate, plan_for("dp-fedgd", (5, 6, 5)), MODEL, classified((5, 4, 6)))
+    assert "but it holds 4, and so for 1 more client." in refusal(
+        simulate, plan_for("dp-fedgd", (5, 6, 5)), MODEL, classified((5, 4, 6))
+    )
 
 
 @ENGINES

@@ -283,7 +283,10 @@ class Records:
         if client.ndim != 1:
             raise SordinoError("client: give one client number for every record, as in [0, 0, 1, 2, 1]; see split().")
         if not len(x) == len(y) == len(client):
-            raise SordinoError(f"data: {len(x)} rows of x, {len(y)} labels and {len(client)} client numbers differ.")
+            raise SordinoError(
+                f"data: x has {count(len(x), 'row')}, y {count(len(y), 'label')} and client "
+                f"{count(len(client), 'number')}; give one of each per record."
+            )
         check_precision(dtype)
         x = x.to(dtype)
         _check_finite(x, "x")

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from sordino.core import FLAT_CLIPPING, Kind, Method, Rule, Tree, answers, serves
 from sordino.data.records import Lazy, Records, check_serves
-from sordino.errors import SordinoError
+from sordino.errors import SordinoError, count
 from sordino.privacy.plan import Plan
 
 MATRICES = (Kind.CURVATURE, Kind.FISHER, Kind.GRAM)
@@ -29,6 +29,11 @@ def check(plan: Plan, model: Any, records: Records | Lazy, start: int = 0, stop:
     if not answers(model, Kind.GRADIENT):
         raise SordinoError(
             f"model: a {type(model).__name__} has no per-example gradients; wrap a torch module as TorchModel(module)."
+        )
+    if not hasattr(records, "check_fits"):
+        raise SordinoError(
+            f"records: a {type(records).__name__} is not Records; write Records.of(x, y, client), as in "
+            "Records.of(data.x_train, data.y_train, split(data, 'iid', clients=4))."
         )
     last = plan.rounds if stop is None else min(stop, plan.rounds)
     stages = plan.method.stages[plan.stage_of(start) : plan.stage_of(last - 1) + 1]
@@ -68,7 +73,7 @@ def check_sizes(plan: Plan, sizes: tuple[int, ...]) -> None:
     differing = [i for i, (declared, held) in enumerate(zip(plan.sizes, sizes, strict=True)) if declared != held]
     if differing:
         i = differing[0]
-        others = f" ({len(differing)} clients differ)" if len(differing) > 1 else ""
+        others = f", and so for {count(len(differing) - 1, 'more client')}" if len(differing) > 1 else ""
         raise SordinoError(
             f"sizes: the plan declares {plan.sizes[i]} {plan.privacy.unit}s of client {i}, but it holds "
             f"{sizes[i]}{others}. "

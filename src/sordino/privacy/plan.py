@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import TypeVar
@@ -101,6 +101,13 @@ class Plan:
                 object.__setattr__(self, name, kind.parse(given))
             elif not isinstance(given, kind):
                 raise SordinoError(f"{name}: {given!r} is not a {kind.__name__}; write a text such as 'full'.")
+        for name, wanted, remedy in (
+            ("method", Method, 'build("dp-fedgd")'),
+            ("privacy", Privacy, "Privacy(epsilon=4.0)"),
+            ("sizes", Iterable, "records.sizes"),
+        ):
+            if not isinstance(given := getattr(self, name), wanted):
+                raise SordinoError(f"{name}: a {type(given).__name__} is not what a plan takes; write {name}={remedy}.")
         if isinstance(self.sizes, list | np.ndarray):  # noise is kept once it is calibrated, so sizes must not change
             object.__setattr__(self, "sizes", tuple(self.sizes))
         _check(self)
