@@ -166,6 +166,16 @@ def listed(names: Iterable[str], like: str = "") -> str:
     return f"{', '.join(first)} and {len(names) - FEW_LISTED:,} more"
 
 
+def only_in(ours: Collection[str], theirs: Collection[str], here: str, there: str) -> str:
+    """What only one of two lists has, for messages; empty if both have the same names.
+
+    >>> only_in(["north", "south"], ["north", "west"], "roster.toml", "federation.toml")
+    'only roster.toml has south, and only federation.toml has west'
+    """
+    alone = {here: [name for name in ours if name not in theirs], there: [name for name in theirs if name not in ours]}
+    return ", and ".join(f"only {where} has {listed(names)}" for where, names in alone.items() if names)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """` Did you mean 'x'?`, or the names that there are where nothing is near, as `listed`.
 

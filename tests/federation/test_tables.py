@@ -1,6 +1,7 @@
 """A federation over tables: one schema for all sites, columns in any order; a site with another schema stays out."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from fixtures import Loopback
 from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.evidence.verify import verify
+from sordino.federation import policy
 from sordino.federation.config import FederationConfig, SiteConfig
 from sordino.federation.coordinator import Coordinator
 from sordino.operations.doctor import doctor
@@ -79,8 +81,23 @@ def test_a_site_with_another_schema_refuses_the_terms(federation):
     with pytest.raises(SordinoError, match="west"):
         federation.run()
     refused = [event for event in federation.events("west") if event["what"] == "refused"]
-    assert "schema of the terms is not this site's schema.toml" in refused[-1]["detail"]
+    assert "schema of the terms is not this site's schema.toml: other words in columns.age;" in refused[-1]["detail"]
     assert not federation.charged("north")
+
+
+def test_a_refusal_names_the_parts_of_the_schema_that_differ():
+    agreed = Schema.of(SCHEMA)
+    terms = SimpleNamespace(schema=agreed.sha256(), schema_parts=agreed.part_hashes())
+
+    def why(**changes):
+        return policy._schema_differs(terms, Schema.of(SCHEMA | changes))
+
+    age, sex = SCHEMA["columns"]["age"], SCHEMA["columns"]["sex"]
+    assert why(columns={"sex": sex}) == "only the coordinator has columns.age"
+    assert why(columns={"age": age, "sex": sex, "years": age}) == "only this site has columns.years"
+    assert why(missing=["-"]) == "other words in missing"
+    assert why(columns={"sex": sex, "age": age}) == "the columns have another order"
+    assert policy._schema_differs(terms, None).startswith("there is none here")
 
 
 def test_the_doctor_says_that_a_column_is_missing(federation):

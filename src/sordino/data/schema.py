@@ -56,6 +56,7 @@ LEAST_PREVALENCE = 1e-5  # of a class
 LEAST_TIME = 2.0**-20  # of the last edge: stands for a time of 0, whose sign could not say whether the event happened
 PREVALENCE = "target.prevalence"
 CHUNK_RECORDS = 2**16  # that are encoded at once
+PART_DIGITS = 16  # of the hash of a part of a schema
 BLANK = "FILL IN"  # what a draft leaves to people
 MOST_PUBLIC_LEVELS = 200  # of a column, that a draft takes from public records
 # Columns that a draft drops: the word id in one of its forms at the end, or something by which people are addressed.
@@ -749,10 +750,22 @@ class Schema:
 
     def sha256(self) -> str:
         """Hash of what the schema says, whatever the order of keys in its file; the order of columns counts."""
-        values = self.values()
+        values = self._meaning()
         values["columns"] = list(values["columns"].items())
-        values.pop("file", None)  # how a file is written is not part of what its columns mean
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+    def part_hashes(self) -> dict[str, str]:
+        """The first digits of a hash of each part, such as `columns.age`, to tell in which parts two schemas differ."""
+        values = self._meaning()
+        values |= {f"columns.{name}": column for name, column in values.pop("columns").items()}
+        return {
+            name: hashlib.sha256(json.dumps(part, sort_keys=True).encode()).hexdigest()[:PART_DIGITS]
+            for name, part in values.items()
+        }
+
+    def _meaning(self) -> dict[str, Any]:
+        """The values without how a file is written, which is not part of what its columns mean."""
+        return {key: value for key, value in self.values().items() if key != "file"}
 
     # ------------------------------------------------------------------------------------------------------ encoding
 

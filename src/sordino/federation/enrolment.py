@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from sordino import files, secagg, wire
 from sordino.core import MOST_EPSILON, Trust
-from sordino.errors import SordinoError, StoppedError
+from sordino.errors import SordinoError, StoppedError, only_in
 from sordino.federation import counting, introductions, messenger, rotations, votes
 from sordino.federation.config import FederationConfig
 from sordino.federation.derived import stated
 from sordino.federation.messenger import Messenger, names_of, read, reason_of
-from sordino.federation.terms import RUN_KEY, Terms, federated, public_sizes, schema_hash, written
+from sordino.federation.terms import RUN_KEY, Terms, federated, public_sizes, schema_hash, schema_parts, written
 from sordino.federation.weights import folder_hash
 from sordino.settings import read_toml
 
@@ -238,11 +238,8 @@ class Enrolment:
         if spec.trust == Trust.SECURE_AGGREGATION:
             left = votes.reduced(self.roster, out)
             names, roster = tuple(left.names), left.sha256()
-            if set(self.roster.names) != set(config.sites):
-                raise SordinoError(
-                    f"roster: it lists {', '.join(self.roster.names)}, and federation.toml lists "
-                    f"{', '.join(config.sites)}; both must list the same sites."
-                )
+            if unlike := only_in(self.roster.names, config.sites, "it", "federation.toml"):
+                raise SordinoError(f"roster.toml: {unlike}; both must list the same sites.")
         requested = {name: met[name].requested_epsilon for name in names}
         terms = Terms(
             run=secrets.token_hex(16),
@@ -259,6 +256,7 @@ class Enrolment:
             votes=tuple(sorted(vote.text() for vote in self.votes)),
             rotations=tuple(sorted(link.text() for link in self.links)) if roster else (),
             schema=schema_hash(schema),
+            schema_parts=schema_parts(schema),
             found=counting.found_in(schema),
             cells=cells,
             evaluation=config.evaluation_epsilon or 0.0,

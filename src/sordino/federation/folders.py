@@ -16,7 +16,7 @@ from sordino.errors import SordinoError
 from sordino.federation import readmes
 from sordino.federation.config import FederationConfig
 from sordino.federation.sentences import count
-from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, written
+from sordino.federation.terms import SITE_NAME, Terms, federated, public_sizes, schema_hash, schema_parts, written
 from sordino.federation.weights import folder_hash
 from sordino.privacy import calibration
 from sordino.secagg import Identity
@@ -254,6 +254,7 @@ def proposed(folder: Path, sizes: Sequence[int]) -> Terms:
         dropouts=config.dropouts,
         colluders=config.colluders,
         schema=schema_hash(config.table_schema),
+        schema_parts=schema_parts(config.table_schema),
         weights=folder_hash(config.weights_folder),
         weights_folder=config.weights_folder,
     )

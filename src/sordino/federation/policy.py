@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from sordino import secagg
 from sordino.core import Unit
-from sordino.errors import Refused, SordinoError
+from sordino.data.schema import Schema
+from sordino.errors import Refused, SordinoError, listed, only_in
 from sordino.federation import counting
 from sordino.federation.derived import check_derived
 from sordino.federation.site_data import SiteData
@@ -45,7 +46,13 @@ def check_rules(site: SiteData, terms: Terms) -> None:
     if terms.secure:
         roster = site.roster_of(terms)
         if terms.roster != roster.sha256() or tuple(roster.names) != terms.names:
-            raise Refused("policy", "the roster is not the one in this site's roster.toml")
+            names = only_in(roster.names, terms.names, "this site", "the coordinator")
+            raise Refused(
+                "policy",
+                "the coordinator's roster.toml, the list of all sites and their public keys, is not this site's: "
+                + (names or f"a key or the order differs (hash {terms.roster[:16]} there, {roster.sha256()[:16]} here)")
+                + "; agree on one file: compare the hash that `sordino federate doctor` prints with the other sites",
+            )
         try:
             secagg.Session.of(terms.run, roster, terms.sha256(), terms.dropouts, terms.colluders)
         except SordinoError as error:
@@ -61,8 +68,8 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
     rules = (
         (
             terms.schema == schema_hash(config.table_schema),
-            "the schema of the terms is not this site's schema.toml: columns, ranges and levels must be the same; "
-            "compare the two files",
+            f"the schema of the terms is not this site's schema.toml: {_schema_differs(terms, config.table_schema)}; "
+            "columns, ranges and levels must be the same",
         ),
         (terms.found == counting.found_in(config.table_schema),
          "the terms say of other parts of the schema that noised counts found them"),
@@ -92,6 +99,16 @@ def broken_rules(site: SiteData, terms: Terms) -> list[str]:
          f"epsilon {privacy.epsilon:g} is above {allowed:g}, and the terms leave out this site's requested epsilon"),
     )  # fmt: skip
     return [what for fine, what in rules if not fine] + _weights_differ(terms, config.weights_folder)
+
+
+def _schema_differs(terms: Terms, schema: Schema | None) -> str:
+    """In which parts the schema of the terms and that of this site differ. Both are public."""
+    if not terms.schema or schema is None:
+        return "there is none " + ("in the terms" if schema else "here, so put it beside site.toml and name it there")
+    ours, theirs = schema.part_hashes(), terms.schema_parts
+    others = [name for name in ours if name in theirs and ours[name] != theirs[name]]
+    said = [only_in(ours, theirs, "this site", "the coordinator"), f"other words in {listed(others)}" * bool(others)]
+    return "; ".join(filter(None, said)) or "the columns have another order"
 
 
 def _weights_differ(terms: Terms, folder: str) -> list[str]:

@@ -266,5 +266,8 @@ def read_roster(config: SiteConfig) -> secagg.Roster:
     """
     path = config.path(config.roster)
     if not path.exists():
-        raise SordinoError(f"roster: '{path}' is missing; get it from the coordinator.")
+        raise SordinoError(
+            f"roster: '{path}' is missing; it lists all sites and their public keys. Get it from the coordinator, and "
+            "compare its hash with the other sites."
+        )
     return rotations.applied(secagg.Roster.read(path), rotations.accepted(config.folder))

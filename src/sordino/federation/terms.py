@@ -159,6 +159,11 @@ def schema_hash(schema: Schema | None) -> str:
     return "" if schema is None else schema.sha256()
 
 
+def schema_parts(schema: Schema | None) -> dict[str, str]:
+    """What terms say of the parts of a schema, so that a site can name those that it describes differently."""
+    return {} if schema is None else schema.part_hashes()
+
+
 @dataclass(frozen=True)
 class Terms:
     """What all parties of a run agree to. The position of a site in `names` is its number in the plan."""
@@ -174,6 +179,7 @@ class Terms:
     colluders: int = 1
     roster: str = ""  # hash of the roster, under secure aggregation
     schema: str = ""  # hash of the schema of the sites' tables, where there is one
+    schema_parts: dict[str, str] = field(default_factory=dict)  # of its columns and keys; only for messages
     evaluation: float = 0.0  # epsilon of the evaluation on the sites' test records after the last round; 0: none
     found: tuple[str, ...] = ()  # parts of the schema that an earlier run found from noised counts
     cells: tuple[int, ...] = ()  # of the counts of a run that finds such parts; empty for a training
@@ -272,6 +278,14 @@ class Terms:
                 "a site's number of test records is not a positive integer",
             ),
             (isinstance(self.schema, str) and len(self.schema) in (0, 64), "schema is not a SHA-256 hash"),
+            (
+                isinstance(self.schema_parts, dict) and len(self.schema_parts) <= MOST_CLASSES,
+                f"schema_parts must have at most {MOST_CLASSES} hashes",
+            ),
+            (
+                all(len(k) < 1024 and isinstance(v, str) and len(v) <= 64 for k, v in self.schema_parts.items()),
+                "schema_parts is not made of hashes",
+            ),
             (isinstance(self.weights, str) and HASH.fullmatch(self.weights), "weights is not a SHA-256 hash"),
             (
                 isinstance(self.cells, tuple) and len(self.cells) <= MOST_BLOCKS,

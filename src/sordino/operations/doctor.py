@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sordino import files
 from sordino.core import Trust
-from sordino.errors import LedgerError, OverspentError, Refused, SordinoError
+from sordino.errors import LedgerError, OverspentError, Refused, SordinoError, count, only_in
 from sordino.evidence.ledger import ANY_CHOICE, Ledger
 from sordino.evidence.spent import Charge
 from sordino.federation import promises
@@ -116,9 +116,9 @@ def coordinator_doctor(folder: Path) -> Iterator[Check]:
             yield Check(False, "nodes", f"nodes/{name}.pub is missing; copy the node.pub of that site to it")
     try:
         roster = Roster.read(config.path(config.roster))
-        same = set(roster.names) == set(config.sites)
-        problem = "" if same else f"; it lists {', '.join(roster.names)}"
-        yield Check(same, "roster.toml", f"{len(roster.names)} sites, hash {grouped(roster.sha256())}{problem}")
+        unlike = only_in(roster.names, config.sites, "it", "federation.toml")
+        says = f"{count(len(roster.names), 'site')}, hash {grouped(roster.sha256())}"
+        yield Check(not unlike, "roster.toml", f"{says}; {unlike}" if unlike else says)
     except (SordinoError, OSError) as error:
         yield Check(
             not needed, "roster.toml", f"{error} Secure aggregation needs it; without it, hellos are not signed"
@@ -346,12 +346,13 @@ def _offered(site: Site, coordinator: Path) -> Terms:
         terms = replace(terms, requested_epsilons={config.name: config.run_epsilon})
     if not terms.secure:
         return stated(terms)
-    if set(site.roster.names) != set(federation.sites):
-        raise SordinoError(
-            f"roster.toml: it lists {', '.join(site.roster.names)}, and federation.toml lists "
-            f"{', '.join(federation.sites)}; both must list the same sites."
-        )
+    if unlike := only_in(site.roster.names, federation.sites, "it", "federation.toml"):
+        raise SordinoError(f"roster.toml: {unlike}; both must list the same sites.")
     theirs = coordinator / federation.roster
-    if theirs.exists() and Roster.read(theirs).sha256() != site.roster.sha256():
-        raise SordinoError("roster.toml: the coordinator has another roster; compare the hashes.")
+    if theirs.exists() and (other := Roster.read(theirs)).sha256() != site.roster.sha256():
+        names = only_in(site.roster.names, other.names, "this site", "the coordinator")
+        raise SordinoError(
+            f"roster.toml: the coordinator's is not this site's: {names or 'a key or the order differs'}; agree on one "
+            "file, and compare its hash with the other sites."
+        )
     return stated(replace(terms, names=site.roster.names, roster=site.roster.sha256()))
