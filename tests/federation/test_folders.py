@@ -92,6 +92,7 @@ def test_keys_print_a_card_for_the_roster_and_are_never_overwritten(tmp_path, ca
     card, note = capsys.readouterr()
     assert Roster.parse(card.encode()).names == ("north",)
     assert "does not exist yet" in note
+    assert f"Send the lines above and {tmp_path}/n/node.pub to the coordinator" in note
     for name in ("identity.key", "node"):
         assert (tmp_path / "n" / name).stat().st_mode & 0o077 == 0
     assert main(["federate", "keys", "north", str(tmp_path / "n")]) == 0

@@ -45,7 +45,7 @@ def test_the_doctor_takes_a_folder_and_names_what_the_coordinator_must_send(thre
     (site / "authority.pem").write_text("garbage")
     assert main(["federate", "doctor", str(site), "--json", "-"]) == 1
     told = {check["about"]: check["what"] for check in json.loads(capsys.readouterr().out)}
-    assert "is missing; it lists all sites and their public keys. Get it from the coordinator" in told["roster.toml"]
+    assert "the coordinator collects them in it and sends it to all sites" in told["roster.toml"]
     assert "is not a certificate in PEM form" in told["authority.pem"]
     assert "cryptography" not in told["authority.pem"]
     assert main(["federate", "join", str(site), "--link", "127.0.0.1:1", "--authority", str(site / "none.pem")]) != 0

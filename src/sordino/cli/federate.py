@@ -456,7 +456,13 @@ def _keys(arguments: argparse.Namespace) -> int:
             "data, classes or the limit (epsilon)",
             file=sys.stderr,
         )
-    elif not (Path(data).exists() or (place / data).exists()):
+        return 0
+    print(
+        f"written  {place}/site.toml and keys. Send the lines above and {place}/node.pub to the coordinator, and keep "
+        f"the rest\nnext     edit {place}/site.toml, and check it: sordino federate doctor {place}/site.toml",
+        file=sys.stderr,
+    )
+    if not (Path(data).exists() or (place / data).exists()):
         print(
             f"note: '{data}' does not exist yet, neither here nor in {place}; set data in {place}/site.toml",
             file=sys.stderr,

@@ -264,10 +264,4 @@ def read_roster(config: SiteConfig) -> secagg.Roster:
     Raises:
       SordinoError: the file is missing, or is not a roster.
     """
-    path = config.path(config.roster)
-    if not path.exists():
-        raise SordinoError(
-            f"roster: '{path}' is missing; it lists all sites and their public keys. Get it from the coordinator, and "
-            "compare its hash with the other sites."
-        )
-    return rotations.applied(secagg.Roster.read(path), rotations.accepted(config.folder))
+    return rotations.applied(secagg.Roster.read(config.path(config.roster)), rotations.accepted(config.folder))

@@ -178,6 +178,12 @@ class Roster:
 
     @staticmethod
     def read(path: str | Path) -> Roster:
+        if not Path(path).exists():
+            raise SordinoError(
+                f"roster: there is no file '{path}'. It lists the name and the public keys of every site, which "
+                "`sordino federate keys` prints: the coordinator collects them in it and sends it to all sites, which "
+                "compare its hash."
+            )
         return Roster.parse(_file(path, "roster"))
 
     @staticmethod
