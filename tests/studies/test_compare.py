@@ -205,6 +205,12 @@ def test_a_sweep_on_the_command_line(tmp_path, capsys):
     assert len(found["rows"]) == 4
     assert found["rows"][0]["mean"] == max(row["mean"] for row in found["rows"])
     assert "not paid" in found["paid"]
+    edge = {"lr": 4.0} if found["best"]["lr"] == 2 else {"lr": 0.25}
+    assert found["beyond"] == edge, "of options of the method alone, not of epsilon"
+    assert main([*words, "--search", "halving"]) == 0
+    told = capsys.readouterr().out
+    assert "tried: 2 settings; halving shows the best" in told
+    assert "is at the edge of what was tried; try" in told
     assert main([*words, "--epsilon", "8", "--charge-tuning", "count", "--out", str(tmp_path / "paid")]) == 0
     told = capsys.readouterr().out
     assert "paid for: 2 runs" in told

@@ -161,6 +161,8 @@ def _lead(arguments: argparse.Namespace, team: Any) -> int:
     signer = read_signer(arguments.sign_with) if arguments.sign_with else None
     if not arguments.resume:
         check_out(Path(arguments.out or "runs"))
+        if arguments.out:
+            run.check_new(Path(arguments.out))  # before data are read, which may take minutes
     prepared = _prepare(arguments, team)
     if arguments.resume:
         out = RunFolder.find(Path(arguments.resume)).root

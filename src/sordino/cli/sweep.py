@@ -247,8 +247,14 @@ def _tell(results: dict[str, Any], out: Path | None) -> None:
         table([*varied, f"validation {NAMES[metric]}"], rows)
         if len(results["rows"]) > results["shown"]:
             page.print(f"… and {len(results['rows']) - results['shown']} more; --json or --out keeps all", markup=False)
+        if results["tried"] > len(results["rows"]):
+            page.print(f"tried: {results['tried']} settings; {results['search']} shows the best", markup=False)
     best = ", ".join(f"{key} = {_shown(value, results)}" for key, value in results["best"].items())
     page.print(f"best: {best}", markup=False)
+    for key, value in results.get("beyond", {}).items():
+        page.print(
+            f"note: {key} = {results['best'][key]} is at the edge of what was tried; try {value} too", markup=False
+        )
     page.print(f"tuning: {results['paid']}", markup=False)
     if "certificate" in results:
         cert = results["certificate"]

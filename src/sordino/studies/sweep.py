@@ -13,10 +13,11 @@ from sordino.errors import SordinoError
 from sordino.evidence.certificate import finite
 from sordino.evidence.signing import sha256
 from sordino.evidence.statement import issue
+from sordino.methods import entry
 from sordino.settings import parse_setting
 from sordino.studies import private_tuning, shared_study
 from sordino.studies.compare import as_command
-from sordino.studies.grids import Grid, preset, product
+from sordino.studies.grids import Grid, beyond, preset, product
 from sordino.studies.tune import TuningCase, tune, validated
 from sordino.training.artifacts import save_model
 from sordino.training.batch import run_many
@@ -120,7 +121,8 @@ def _found(
     values: dict[str, Any], grid: Grid, rows: list[dict[str, Any]], tried: int, how: str, metric: str
 ) -> dict[str, Any]:
     best = rows[0]["setting"]
-    chosen = {**values, **{key: math.inf if value is None else value for key, value in best.items()}}
+    spec = Spec.of({**values, **{key: math.inf if value is None else value for key, value in best.items()}})
+    options = entry(spec.method).options.keys() & grid.keys()
     return {
         "sordino": __version__,
         "search": how,
@@ -130,8 +132,9 @@ def _found(
         "rows": rows,
         "shown": SHOWN,
         "best": best,
+        "beyond": {key: value for key in sorted(options) if (value := beyond(key, grid[key], best[key])) is not None},
         "paid": private_tuning.UNPAID,
-        "command": as_command(Spec.of(chosen)),
+        "command": as_command(spec),
     }
 
 

@@ -166,6 +166,7 @@ def linear_parts(run: LoadedRun, to: str, remedy: str) -> tuple[Linear, np.ndarr
     count's unit into intercept and cap.
     """
     if not isinstance(run.model, Linear):
+        _check_reads_numbers(run)
         forest = "a model of trees" if isinstance(run.model, Trees) else f"a network ({run.about['kind']})"
         what = "a survival model" if run.edges else forest
         raise SordinoError(f"--to: {to} is for linear models, and this is {what}; {remedy}.")
@@ -410,12 +411,16 @@ def _write_hazards(run: LoadedRun, out: Path, weight: np.ndarray, constant: np.n
 # --------------------------------------------------------------------------------------------------------------- torch
 
 
-def write_torch(run: LoadedRun, out: Path) -> None:
-    """A program of `torch.export` (.pt2), preparation included: torch.export.load(FILE).module()(x)."""
+def _check_reads_numbers(run: LoadedRun) -> None:
     if registry.entry(run.about["kind"]).reads == "text":
         raise SordinoError(
             f"--to: {run.about['kind']} reads text; load public/adapter with peft, or sordino.load_run in Python."
         )
+
+
+def write_torch(run: LoadedRun, out: Path) -> None:
+    """A program of `torch.export` (.pt2), preparation included: torch.export.load(FILE).module()(x)."""
+    _check_reads_numbers(run)
     module = torch_module(run)
     x = torch.ones(2, int(run.about["features"]))
     records = torch.export.Dim("records", min=1)

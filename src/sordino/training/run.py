@@ -205,6 +205,12 @@ def join_ledger(
     return shared_ledger.join(run.plan, path, limit, **account, reasons=cert["reasons"], releases=releases)
 
 
+def check_new(out: Path) -> None:
+    """Refuse a directory that is not empty."""
+    if out.exists() and any(out.iterdir()):
+        raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
+
+
 def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> None:
     """Create the run directory.
 
@@ -216,8 +222,7 @@ def start(run: PreparedRun, out: Path, shared: SharedLedger | None = None) -> No
     Raises:
       SordinoError: the directory is not empty, or the schema has what noised counts are to find already.
     """
-    if out.exists() and any(out.iterdir()):
-        raise SordinoError(f"out: '{out}' is not empty; resume it with --resume {out}, or name another directory.")
+    check_new(out)
     schema = run.dataset.schema
     if run.unscaled is not None and schema is not None and schema != schema.without_ranges:
         raise SordinoError(
