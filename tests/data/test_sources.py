@@ -288,7 +288,7 @@ def test_an_npz_that_does_not_fit_is_refused(tmp_path: Path, arrays: dict[str, o
         (
             "a,sex,town,y\n1,m,r,0\n2,f,s,1\n",
             {},
-            r"feature columns 'sex', 'town' .* not numeric; .* \(sordino schema draft",
+            r"are not numeric: 'sex', 'town'\. Describe .* \(sordino schema draft",
         ),
         ("a,b,y\n1,2,0\n2,,1\n", {}, "NaN.* in 1 places.* row 1 .*column b"),
         ("a,y\n1,0\n2,\n", {}, "label: 1 entries of column 'y' are missing"),

@@ -156,7 +156,7 @@ def read_table(path: Path, label: str | None, client: str | None, person: str | 
     if words:
         quoted = listed(f"'{name}'" for name in words)
         raise SordinoError(
-            f"data: feature columns {quoted} of '{path}' are not numeric; describe the table by a schema "
+            f"data: feature columns of '{path}' are not numeric: {quoted}. Describe the table by a schema "
             f"(sordino schema draft {path.name}), which encodes them, or drop them, or name the column of the label "
             f"(--label), of the client (--partition by-column:{words[0]}), of the person (--person) or, for a model "
             "that reads text, of the text (--text)."

@@ -381,11 +381,12 @@ def _text(
         strings_can_be_null=types is not None,
         **({"null_values": list(missing)} if missing is not None else {}),
     )
-    read = pa.csv.ReadOptions(
-        encoding={"utf-8": "utf8"}.get(dialect.encoding, dialect.encoding), column_names=names or None, skip_rows=1
-    )
+    packed, encoding = path.suffix.lower() in COMPRESSED, {"utf-8": "utf8"}.get(dialect.encoding, dialect.encoding)
+    # Python unpacks and decodes, and a thread of pyarrow that still holds a Python object aborts a process that ends.
+    threads = not packed and encoding == "utf8"
+    read = pa.csv.ReadOptions(encoding=encoding, column_names=names or None, skip_rows=1, use_threads=threads)
     try:
-        with _stream(path) if path.suffix.lower() in COMPRESSED else pa.OSFile(str(path)) as stream:
+        with _stream(path) if packed else pa.OSFile(str(path)) as stream:
             parse = pa.csv.ParseOptions(delimiter=delimiter, newlines_in_values=several_lines)
             return pa.csv.read_csv(stream, read, parse, convert)
     except (pa.ArrowException, OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
