@@ -232,6 +232,24 @@ def test_an_engine_takes_records_alone():
         next(sordino.simulate.run(plan, Linear(64, 10), sordino.load("digits"), sordino.source(None)))
 
 
+def test_verify_takes_the_contents_of_a_certificate():
+    with pytest.raises(SordinoError, match=r"certificate: a str is not the contents of .* sordino verify FILE"):
+        sordino.verify("runs/mine")
+
+
+def test_a_schema_may_be_named_by_its_path(here):
+    (here / "t.csv").write_text("age,sick\n" + "".join(f"{k},{k % 2}\n" for k in range(20)))
+    schema = {
+        "target": {"column": "sick", "levels": ["0", "1"]},
+        "columns": {"age": {"type": "number", "range": [0, 90]}},
+    }
+    (here / "schema.toml").write_text(sordino.Schema.of(schema).toml())
+    x = [sordino.load("t.csv", schema=given).x_train for given in (schema, "schema.toml", sordino.Schema.of(schema))]
+    assert all(np.array_equal(each, x[0]) for each in x)
+    with pytest.raises(SordinoError, match=r"schema: 3 must be the path of a schema\.toml, a dict, or a Schema"):
+        sordino.load("t.csv", schema=3)
+
+
 def test_a_name_of_the_package_that_is_spelt_wrongly_is_told():
     with pytest.raises(AttributeError) as caught:
         sordino.FederatedClassifer  # noqa: B018

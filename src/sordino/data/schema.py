@@ -688,6 +688,17 @@ class Schema:
         return Schema.of(read_toml(path, "schema"))
 
     @staticmethod
+    def given(schema: str | Path | Mapping[str, Any] | Schema) -> Schema:
+        """A schema as people name it in Python: itself, the dict that `of` reads, or the path that `read` reads."""
+        if isinstance(schema, str | Path):
+            return Schema.read(schema)
+        if isinstance(schema, Mapping):
+            return Schema.of(schema)
+        if isinstance(schema, Schema):
+            return schema
+        raise SordinoError(f"schema: {schema!r} must be the path of a schema.toml, a dict, or a Schema.")
+
+    @staticmethod
     def of(values: Mapping[str, Any]) -> Schema:
         """Read a dict with the keys of the file.
 

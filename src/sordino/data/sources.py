@@ -7,9 +7,9 @@ and lets it shape the features.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -115,7 +115,7 @@ def load(
     own_ids: bool = False,
     by_client: bool = True,
     some_tests: bool = True,
-    schema: Schema | None = None,
+    schema: str | Path | Mapping[str, Any] | Schema | None = None,
     text: TextColumn | None = None,
 ) -> Dataset:
     """Read a source, hold out a test part where it brings none, and preprocess.
@@ -143,7 +143,8 @@ def load(
         by_client: hold out a part of each client. Where the client of a record is not fixed, or a person may be at
           several, a part of all records together: else whose a record is would decide about others.
         some_tests: refuse records that are too few to hold out one. Where their number is private, a refusal tells it.
-        schema: what the columns of a table mean; it names label, clients and classes, and encodes each record alone.
+        schema: what the columns of a table mean, or the path of a schema.toml; it names label, clients and classes, and
+          encodes each record alone.
         text: the column of a table whose text becomes the features; all other columns without a role are ignored.
 
     Returns:
@@ -157,6 +158,7 @@ def load(
         (359, 64)
     """
     scaler(normalize)  # refuse a bad word before reading anything
+    schema = None if schema is None else Schema.given(schema)
     if not 0 < test_fraction < 1:
         raise SordinoError(
             f"test_fraction: {test_fraction:g} must lie above 0 and below 1. It cannot be 0, because every run scores "

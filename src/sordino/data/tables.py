@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.errors import SordinoError, count, listed, nearest
+from sordino.errors import SordinoError, closest, count, listed
 from sordino.lazy import optional
 
 DELIMITERS = (",", ";", "\t", "|")
@@ -167,7 +167,7 @@ def check_columns(names: Sequence[str], needed: Sequence[str], where: object) ->
     """Refuse a table that lacks a column or has one twice."""
     if absent := [name for name in needed if name not in names]:
         others = [name for name in names if name not in needed]
-        hint = nearest(absent[0], others) if others else ""
+        hint = f" Did you mean '{meant}'?" if (meant := closest(absent[0], others)) else ""
         lacks = listed(f"'{name}'" for name in absent)
         raise SordinoError(f"data: '{where}' lacks the column{'s' if len(absent) > 1 else ''} {lacks}.{hint}")
     if twice := [name for name in needed if list(names).count(name) > 1]:

@@ -26,14 +26,7 @@ ESTIMATORS = {
 
 def read_schema(given: str | Path | Mapping[str, Any] | Schema, kind: str, tasks: tuple[str, ...]) -> Schema:
     """The schema that an estimator of this kind was given, whose target it must be able to learn."""
-    if isinstance(given, str | Path):
-        schema = Schema.read(given)
-    elif isinstance(given, Mapping):
-        schema = Schema.of(given)
-    elif isinstance(given, Schema):
-        schema = given
-    else:
-        raise SordinoError(f"schema: {given!r} must be the path of a schema.toml, a dict, or a Schema.")
+    schema = Schema.given(given)
     if schema.target is None:
         raise SordinoError("schema: it names no target; add [target] with its column and task.")
     if schema.task not in tasks:

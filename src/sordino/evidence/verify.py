@@ -93,6 +93,11 @@ def verify(cert: Mapping[str, Any], key: str | None = None) -> Verdict:
         >>> round(verdict.recomputed, 3)
         2.0
     """
+    if not isinstance(cert, Mapping):
+        raise SordinoError(
+            f"certificate: a {type(cert).__name__} is not the contents of a certificate.json; write "
+            "verify(json.loads(Path(FILE).read_text())), or in a shell: sordino verify FILE."
+        )
     problems: list[str] = []
     gaps: list[str] = []
     try:
