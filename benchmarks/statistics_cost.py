@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 from provenance import provenance
-from sordino.data.schema import Number, Schema
+from sordino.data.columns import Number
+from sordino.data.schema import Schema
 from sordino.training import run
 from sordino.training.spec import Spec
 

@@ -34,8 +34,9 @@ from rich.progress import track
 
 from provenance import provenance
 from sordino.data import tables
+from sordino.data.columns import Drop
 from sordino.data.preprocess import preprocess
-from sordino.data.schema import Drop, Schema
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
 from sordino.engines import simulate
 from sordino.training import run

@@ -14,7 +14,8 @@ from sordino.checks import report as rows
 from sordino.checks import suites
 from sordino.cli import main
 from sordino.core import Shard, Unit
-from sordino.data.schema import PREVALENCE, Schema
+from sordino.data.columns import PREVALENCE
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.federation.terms import written
 from sordino.models import registry

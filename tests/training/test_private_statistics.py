@@ -11,7 +11,8 @@ from scipy.special import expit
 
 from sordino.cli import main
 from sordino.core import Kind, Privacy, Shard, Trust
-from sordino.data.schema import Number, Schema
+from sordino.data.columns import Number
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.evidence.ledger import Ledger
 from sordino.federation.terms import federated

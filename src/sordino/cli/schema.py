@@ -59,7 +59,7 @@ def add(commands: Any) -> None:
 
 
 def _draft(arguments: argparse.Namespace) -> int:
-    from sordino.data.schema import draft
+    from sordino.data.draft import draft
     from sordino.data.tables import Dialect, WrongEncodingError
 
     out = None if arguments.out is None else Path(arguments.out)

@@ -12,8 +12,9 @@ from sklearn.base import ClassifierMixin
 from sklearn.metrics import accuracy_score
 from sklearn.utils.multiclass import check_classification_targets
 
-from sordino.data.schema import Schema, Target
+from sordino.data.schema import Schema
 from sordino.data.sources import Dataset
+from sordino.data.target import Target
 from sordino.errors import SordinoError
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
 from sordino.training.evaluate import no_better

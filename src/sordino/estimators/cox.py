@@ -11,7 +11,8 @@ import numpy as np
 from sklearn.utils import check_consistent_length
 from sklearn.utils.validation import validate_data
 
-from sordino.data.schema import MOST_INTERVALS, Schema, Target, signed_times
+from sordino.data.schema import Schema
+from sordino.data.target import MOST_INTERVALS, Target, signed_times
 from sordino.errors import SordinoError
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
 from sordino.training import survival

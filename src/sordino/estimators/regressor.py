@@ -11,7 +11,8 @@ import numpy as np
 from sklearn.base import RegressorMixin
 from sklearn.metrics import d2_tweedie_score, r2_score
 
-from sordino.data.schema import MOST_COUNT, Schema, Target
+from sordino.data.schema import Schema
+from sordino.data.target import MOST_COUNT, Target
 from sordino.errors import SordinoError, check_known
 from sordino.estimators.base import FederatedEstimator, Labels, warn_of_a_useless_model
 from sordino.training.spec import Spec

@@ -10,7 +10,8 @@ training is a second run, whose terms hold the hash of the completed schema and 
 
 from __future__ import annotations
 
-from sordino.data.schema import PREVALENCE, Schema
+from sordino.data.columns import PREVALENCE
+from sordino.data.schema import Schema
 from sordino.errors import SordinoError
 from sordino.models.tally import ColumnTally
 from sordino.training.private_statistics import statistics_tally

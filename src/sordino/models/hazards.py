@@ -1,7 +1,7 @@
 """Survival with closed-form clipping: a logistic model of the hazard in each of K public intervals of time.
 
 A record is seen from time 0 until its event, or until it was last seen (censored). The label is that time, negative
-where the event did not happen (`data.schema.Target`). In interval k the event happens with probability
+where the event did not happen (`data.target.Target`). In interval k the event happens with probability
 
     h_k = sigmoid(x . w + b_k)
 

@@ -212,7 +212,7 @@ def _data(about: Mapping[str, Any], schema: Schema | None) -> str:
         names = [f"`{_cell(name)}`" for name in about["columns"][:MOST_COLUMNS]]
         listed = f": {', '.join(names)}" if names else ", which have no names"
         return f"The model reads {about['features']} numbers{listed}. {scaled}".rstrip()
-    from sordino.data.schema import TYPES, Drop
+    from sordino.data.columns import TYPES, Drop
 
     kinds = {kind: name for name, kind in TYPES.items()}
     used = [(name, column) for name, column in schema.columns.items() if not isinstance(column, Drop)]

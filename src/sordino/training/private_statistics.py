@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from sordino.data.schema import Category, Number, Schema
+from sordino.data.columns import Category, Number
+from sordino.data.schema import Schema
 from sordino.models.tally import LABELS, ColumnTally
 
 COVERAGE = 0.98  # of the records that a range should hold

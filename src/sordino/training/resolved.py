@@ -275,8 +275,8 @@ class ResolvedSpec:
                 f"model: {self.model.name} reads text ({', '.join(glue.TASKS)}, or a table whose column --text "
                 f"names), not '{self.source.name}'; use mlp."
             )
+        from sordino.data.columns import PREVALENCE
         from sordino.data.records import check_serves
-        from sordino.data.schema import PREVALENCE
         from sordino.engines.preconditions import check_kinds
 
         if self.spec.uncertainty:  # first: what follows would speak of releases that nobody asked for by name
@@ -622,7 +622,7 @@ class ResolvedSpec:
 def _check_private_statistics(spec: Spec, schema: Schema | None, unit: str) -> None:
     if spec.private_statistics is None:
         if schema is not None and schema.unknown:
-            from sordino.data.schema import no_range
+            from sordino.data.columns import no_range
 
             raise no_range(schema.unknown[0])
         return

@@ -1,6 +1,6 @@
 """Metrics of survival predictions, in float64: concordance, and the Brier score at the public edges of time.
 
-Labels are signed times (`data.schema.Target`): positive where the event happened, negative where the record was last
+Labels are signed times (`data.target.Target`): positive where the event happened, negative where the record was last
 seen then (censored).
 """
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sordino.data.schema import Boolean, Category, Date, Number, Ordinal, Schema, days_of
+from sordino.data.columns import Boolean, Category, Date, Number, Ordinal, days_of
+from sordino.data.schema import Schema
 
 YEAR = 365.25
 
