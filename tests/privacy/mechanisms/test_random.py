@@ -468,6 +468,18 @@ def test_noise_without_a_promise_is_rounded_plainly():
     assert settle(torch.zeros(0, 3), draw(Secure(KEY), [(1.0, HERE)], (0, 3)), 0.5).shape == (0, 3)
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_stack_of_one_is_that_one(axis):
+    one = draw(Secure(KEY), [(1.0, HERE), (0.5, HERE._replace(round=6))], (3, 4))
+    stacked = stack([one], axis)
+    assert stacked.z.shape == ((1, 3, 4) if axis == 0 else (3, 1, 4))
+    for each in (stacked, stacked.summed(axis)):
+        assert torch.equal(each.z.reshape(3, 4), one.z)
+        assert [each.terms(i) for i in range(12)] == [one.terms(i) for i in range(12)]
+        released = settle(torch.zeros_like(each.z), each, 2.0**-14)
+        assert torch.equal(released.reshape(3, 4), settle(torch.zeros_like(one.z), one, 2.0**-14))
+
+
 def test_what_cannot_be_settled_is_refused():
     noised = draw(Secure(KEY), [(1.0, HERE)], (3,))
     for value in (math.nan, math.inf, -math.inf, 2.0**51, -(2.0**52)):

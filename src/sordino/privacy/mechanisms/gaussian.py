@@ -94,6 +94,8 @@ class Draw:
         shape, terms = list(self.z.shape), self.terms
         axis %= len(shape)
         count = shape.pop(axis)
+        if count == 1:
+            return Draw(self.z.squeeze(axis), self.error.squeeze(axis), self.terms)
 
         def summed(i: int) -> list[Term]:
             assert terms is not None
@@ -157,6 +159,8 @@ def stack(draws: Sequence[Draw], axis: int = 0) -> Draw:
     each = [one.terms for one in draws]
     if len({terms is None for terms in each}) > 1:
         raise SordinoError("draws: some sources are private and some are not; settle them separately.")
+    if len(draws) == 1:
+        return Draw(draws[0].z.unsqueeze(axis), draws[0].error.unsqueeze(axis), draws[0].terms)
     size = math.prod(draws[0].z.shape[axis:])
 
     def stacked(i: int) -> list[Term]:
