@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from sordino import Dataset, Privacy, split
+from sordino import Dataset, Linear, Plan, Privacy, build, source, split
 from sordino.data.arrays import unit_numbers
 from sordino.data.records import Lazy, Records, check_person_clients, person_rows, rows_of
 from sordino.data.sources import load
 from sordino.data.splits import generator, hold_out_persons
+from sordino.engines import reference, simulate
 from sordino.engines.schedule import record_choice
 from sordino.errors import SordinoError
 from sordino.privacy.mechanisms.random import Secure, Seeded
@@ -84,6 +85,35 @@ def test_the_grouping_must_be_that_of_the_promise():
             held.check_unit(privacy)
     with pytest.raises(SordinoError, match=r"^person: records are not grouped"):
         Lazy.of([2], lambda i: (torch.ones(2, 4), torch.zeros(2))).check_unit(person)
+
+
+@pytest.mark.parametrize(("person", "most"), [(PERSON, 1), (np.minimum(PERSON, 5), 2), (0 * PERSON + 2**62, 2)])
+def test_records_know_at_how_many_clients_a_person_is(person, most):
+    held = Records.of(np.zeros((8, 2)), np.zeros(8, int), CLIENT, person=person, per_person=2)
+    assert held.person_clients == most
+
+
+@pytest.mark.parametrize("engine", [reference, simulate])
+def test_persons_at_several_clients_need_a_promise_that_says_so(engine):
+    """With one client promised, an epsilon of 1 was certified where a person at five clients had 2.4."""
+    client, person = np.arange(100) % 5, np.arange(100) // 5
+    held = Records.of(np.eye(100)[:, :3], client % 2, client, person=person, per_person=1)
+
+    def run(most):
+        promise = Privacy(1.0, unit="person", person_records=1, person_clients=most)
+        plan = Plan(build("dp-fedgd", "person"), 1, held.sizes, promise)
+        return next(engine.run(plan, Linear(3, 2), held, source(1)))
+
+    with pytest.raises(SordinoError, match=r"^person_clients: a person has records at 5 clients, and the plan"):
+        run(4)
+    assert run(5).t == 0
+
+
+@pytest.mark.parametrize("filled", [torch.full((4,), 5), torch.full((4,), -1.0)])
+def test_rows_are_filled_or_not(filled):
+    """A 5 in place of True multiplied a clipped term by 5, and the run was certified."""
+    with pytest.raises(SordinoError, match=r"^filled: of type"):
+        Records(torch.zeros(4, 2), torch.zeros(4), np.array([0, 4]), filled)
 
 
 def test_a_person_at_more_clients_than_declared_is_refused():

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     IterableDataset,
     RandomSampler,
+    Subset,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -69,3 +71,31 @@ def test_a_subset_is_what_the_loader_reads():
 def test_what_is_not_every_record_once_is_refused(clients, message):
     with pytest.raises(SordinoError, match=message):
         from_datasets(clients)
+
+
+ONE = part(4)
+
+
+@pytest.mark.parametrize(
+    "clients",
+    [
+        [Subset(ONE, [0, 1, 1])],  # as in oversampling
+        [DataLoader(Subset(ONE, [2, 0, 2]))],
+        [Subset(ONE, [3, -1])],
+        [DataLoader(ONE, sampler=SubsetRandomSampler([3, -1]))],
+        [ConcatDataset([ONE, ONE])],
+        [ConcatDataset([part(2), Subset(ONE, [0])]), Subset(Subset(ONE, [1, 0]), [1])],
+        [ONE, ONE],
+    ],
+)
+def test_a_record_that_is_taken_twice_is_refused(clients):
+    """Oversampled 11 times, one record moved a sum by 21 clips, where 2 were accounted for."""
+    with pytest.raises(SordinoError, match="is a record that was read before"):
+        from_datasets(clients)
+
+
+def test_parts_of_one_data_set_are_its_records_once():
+    joined = ConcatDataset([part(3, 1), ONE])
+    records = from_datasets([Subset(joined, [0, 1, 5]), Subset(joined, [-1, 2, 3, 4])])
+    assert records.sizes == (3, 4)
+    assert torch.equal(records.x[2], ONE.tensors[0][2].flatten())

@@ -59,11 +59,16 @@ def check_grouping(privacy: Privacy, per_person: int | None) -> None:
         raise SordinoError(f"person: {has}, but unit = {privacy.unit} {needs}; see Records.of(person=, per_person=).")
 
 
+def clients_of_persons(client: np.ndarray, person: np.ndarray) -> np.ndarray:
+    """At how many clients each person has records. Records with a client of -1 do not count."""
+    held, clients = client >= 0, int(client.max()) + 1
+    number = np.unique(person[held], return_inverse=True)[1]
+    return np.bincount(np.unique(number * clients + client[held]) // clients)
+
+
 def check_person_clients(client: np.ndarray, person: np.ndarray, most: int) -> None:
     """Refuse a person with records at more than `most` clients, who would be protected less than promised."""
-    held = client >= 0
-    pairs = np.unique(np.stack([person[held], client[held]], 1), axis=0)
-    counts = np.bincount(np.unique(pairs[:, 0], return_inverse=True)[1])
+    counts = clients_of_persons(client, person)
     if counts.max() > most:
         raise SordinoError(
             f"person_clients: {count(int((counts > most).sum()), 'person has', 'persons have')} records at more than "
@@ -94,7 +99,7 @@ def person_rows(
 
     Args:
         client: The client of each record; -1 leaves a record out.
-        person: A number per record. Equal numbers at two clients are two units, one per client.
+        person: A number per record. Equal numbers at two clients have rows at both.
         per_person: Rows per person. Records beyond it are left out, the last ones first.
         choose: Draws so many independent numbers, by which records are left out; None leaves out the last ones.
 
@@ -201,6 +206,7 @@ class Records:
         filled: Which rows hold a record; None if all do.
         per_person: Rows of each person, of which it may fill fewer; 1 if each record stands for itself.
         weight: Factors in [0, 1] on the clipped terms of the records; None if all count fully.
+        person_clients: The most clients that hold records of one person.
 
     Example:
         >>> import numpy as np
@@ -215,10 +221,13 @@ class Records:
     filled: Tensor | None = None
     per_person: int = 1
     weight: Tensor | None = None
+    person_clients: int = 1
 
     def __post_init__(self) -> None:
         if self.weight is not None:
             _check_weights(self.weight)
+        if self.filled is not None and self.filled.dtype is not torch.bool:  # it multiplies terms that are clipped
+            raise SordinoError(f"filled: of type {self.filled.dtype}; say by True and False which rows hold a record.")
         with torch.inference_mode(False):  # PyTorch does not count how often tensors of this mode are changed
             for name in ("x", "y", "filled", "weight"):
                 if (part := getattr(self, name)) is not None and part.is_inference():
@@ -267,7 +276,8 @@ class Records:
         as a sum, in which weights may undo what cancels.
 
         With `person`, a number per record, the records of a person at a client lie together, in `per_person` rows. Of a
-        person with more records the first `per_person` are used, or as many that `choose` draws.
+        person with more records the first `per_person` are used, or as many that `choose` draws. Equal numbers at two
+        clients are one person, who is at both: a plan must allow that (`person_clients`).
         """
         here = check_device(str(device))
         given = x, y = _numbers(x, "x"), _numbers(y, "y")
@@ -308,7 +318,8 @@ class Records:
             at = torch.from_numpy(np.maximum(rows, 0))
             x = x[at].masked_fill_(~filled.unsqueeze(-1), 0)
             y = y[at].masked_fill(~filled, 0)
-            return Records(x.to(here), y.to(here), starts, filled.to(here), per_person)
+            most = int(clients_of_persons(client, np.asarray(person)).max())
+            return Records(x.to(here), y.to(here), starts, filled.to(here), per_person, person_clients=most)
         if not (np.diff(client) >= 0).all() or client[0] < 0:
             order = np.argsort(client, kind="stable")
             at = torch.from_numpy(order[np.searchsorted(client[order], 0) :])
@@ -346,8 +357,15 @@ class Records:
             )
 
     def check_unit(self, privacy: Privacy) -> None:
-        """Refuse records that are not grouped as the promised unit needs it."""
+        """Refuse records that are not grouped as the promised unit needs it, or persons at too many clients."""
         check_grouping(privacy, self.per_person if self.filled is not None else None)
+        if privacy.unit is Unit.PERSON and self.person_clients > privacy.person_clients:
+            raise SordinoError(
+                f"person_clients: a person has records at {self.person_clients} clients, and the plan protects persons "
+                f"at {count(privacy.person_clients, 'client')}. Promise Privacy(…, person_clients="
+                f"{self.person_clients}), which adds noise; or number persons apart, if equal numbers at two clients "
+                "are two persons."
+            )
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
