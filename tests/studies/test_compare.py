@@ -346,6 +346,10 @@ def test_other_tasks_are_compared_by_their_metric(wards, tmp_path, capsys, monke
         "12",
         "--clients",
         "3",
+        "--set",
+        "public_data=true",
+        "--partition",
+        "iid",
         "--json",
     ]
     assert main([*words, "--out", str(tmp_path / "out"), *(["--metric", asked] if asked else [])]) == 0
@@ -444,6 +448,26 @@ def test_figures_of_real_clients_stay_private(tmp_path):
     assert made["partition"] is None
     assert made["runs"][0]["per_client"] is None
     report.write(made, tmp_path)
+
+
+def test_a_comparison_of_private_records_says_what_it_exposes(patients):
+    """Labels by client and accuracies on training records were exact, and three seeds tested half of all records."""
+    path = str(patients / "patients.csv")
+    base = {"data": path, "label": "died", "clients": 3, "rounds": 2, "partition": "iid"}
+    who = compare.contestants(["dp-fedgd"], base)
+    told = []
+    for values in (base, {**base, "public_data": True}):
+        runs = compare.lineup(who, values, [4.0], [1, 2, 3], compare.UNTOUCHED)
+        made = compare.document(runs, base=values, tuning=compare.UNTOUCHED, command="")
+        tested = {tuple(resolve(Spec.of(run.values)).read_data().tested.tolist()) for run in runs}
+        clients = [run["per_client"] for run in made["runs"]]
+        told.append((made["partition"], clients, len(tested), made["exposed"], report.summary(made)))
+    private, public = told
+    assert private[:3] == (None, [None] * 3, 1)
+    assert any("show this comparison to nobody who may not see the records." in line for line in private[4])
+    assert public[2:4] == (3, "")
+    assert list(public[0]) == ["1", "2", "3"]
+    assert all(map(all, public[1]))
 
 
 def test_a_chosen_run_that_spent_less_does_not_speak_for_the_others(monkeypatch):

@@ -63,7 +63,7 @@ def add(commands: Any) -> None:
         type=seed_count,
         default=3,
         metavar="N",
-        help="number of seeds; each changes partition and noise (default: 3)",
+        help="number of seeds; each changes the noise, and the partition of public records (default: 3)",
     )
     parser.add_argument(
         "--metric",
@@ -244,6 +244,8 @@ def _show(document: dict[str, Any]) -> None:
     if last.note:
         page.print(f"{last.note.partition(';')[0]}. Noise is seeded, so no run is certified.", markup=False)
     page.print(f"tuning: {document['tuning']['paid']}", markup=False)
+    if document["exposed"]:
+        page.print(f"exposed: {document['exposed']}", markup=False)
     for sentence, methods in report.within_budget(document).items():
         page.print(f"tuned within the budget ({', '.join(methods)}): {sentence}", markup=False)
 

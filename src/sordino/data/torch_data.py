@@ -78,8 +78,8 @@ def _read(client: Any, i: int, seen: set[tuple[int, int]]) -> tuple[Tensor, Tens
     for k in where:
         if (origin := _origin(source, k)) in seen:
             raise SordinoError(
-                f"clients: item {k} of client {i} is a record that was read before, here or at another client; one that "
-                "counts twice breaks the clip. Give each record to one client, once."
+                f"clients: item {k} of client {i} is a record that was read before, here or at another client; a term "
+                "that counts twice breaks the clip. Give each record to one client, once."
             )
         seen.add(origin)
     items = [source[k] for k in where]

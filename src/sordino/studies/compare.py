@@ -5,8 +5,9 @@ quantities, explained deviance for counts and concordance for survival, or the o
 serves the results of all rounds; another round to tune for can be named (`tune_round`). A grid whose best value lies on
 its edge is extended. Nobody pays for that. A method may have a second row, tuned within the budget: one private search
 per seed, whose (epsilon, delta) covers all its runs and the choice (`private_tuning`). One more row may be that of a
-trusted party that holds all records (`one_party`). A seed changes partition and noise. `report` turns the document into
-a page, Markdown and figures.
+trusted party that holds all records (`one_party`). A seed changes partition and noise; of private records it changes
+noise alone, so that all runs expose the same test records. `report` turns the document into a page, Markdown and
+figures.
 """
 
 from __future__ import annotations
@@ -62,6 +63,10 @@ MEMORIES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99)
 WITHIN = "{}, tuned within the budget"  # the label of the row of a paid search
 PAID_RUNS = 8  # of a paid search; more settings leave less of the budget for each
 EXTENSIONS = 4  # times that a grid is extended where its best value lies on an edge
+EXPOSED = (
+    "the records are private: no noise hides the test records in these figures, and the noise of the runs can be "
+    "subtracted; show this comparison to nobody who may not see the records"
+)
 Tick = Callable[[int], None]
 
 
@@ -295,7 +300,7 @@ def paid_lineup(
                     PaidSearch(
                         WITHIN.format(each.label),
                         each.label,
-                        {**values, "seed": seed, "split_seed": seed},
+                        _seeded(values, seed),
                         tried,
                         how,
                         runs,
@@ -333,7 +338,7 @@ def one_party_lineup(
     chosen = {each["epsilon"]: each["options"]["share"] for each in settings if each["method"] == one_party.LABEL}
     rows = [
         OneParty(
-            {**known.values(base, epsilon), "seed": seed, "split_seed": seed},
+            _seeded(known.values(base, epsilon), seed),
             chosen.get(epsilon, one_party.SHARE),
         )
         for epsilon in filter(math.isfinite, epsilons)
@@ -367,12 +372,18 @@ def lineup(
     """The runs of the comparison itself."""
     chosen = {(s["method"], s["epsilon"]): s["options"] for s in tuning["settings"]}
     return [
-        Entrant(each.label, "comparison", {**values, "seed": seed, "split_seed": seed})
+        Entrant(each.label, "comparison", _seeded(values, seed))
         for each in who
         for epsilon in epsilons
         for values in [{**each.values(base, epsilon), **chosen.get((each.label, finite(epsilon)), {})}]
         for seed in seeds
     ]
+
+
+def _seeded(values: dict[str, Any], seed: int) -> dict[str, Any]:
+    """The keys of the run with this seed. Private records keep one split: each further one would expose others."""
+    everybody_may_see = resolve(Spec.of({**values, "seed": seed})).source.open
+    return {**values, "seed": seed, "split_seed": seed if everybody_may_see else values.get("split_seed", 0)}
 
 
 def ablation(runs: Sequence[Entrant], of: str) -> list[Entrant]:
@@ -469,12 +480,18 @@ def document(
             "share": SHARE,
         },
         "tuning": tuning,
-        # Only for simulated clients: label counts of real clients are private.
-        "partition": None if trained[0].resolved.partition.by_site else partition,
+        "partition": partition if _may_show_clients(trained[0].resolved) else None,
+        "exposed": "" if trained[0].resolved.source.open else EXPOSED,
         "runs": runs,
         "pairs": _pairs(runs, pairs, tested),
         "varied": _varied(entrants),
     }
+
+
+def _may_show_clients(resolved: ResolvedSpec) -> bool:
+    """Whether exact figures of clients' own records may be shown: those of clients that are simulated, and of records
+    that everybody may see."""
+    return resolved.source.open and not resolved.partition.by_site
 
 
 def check_metric(name: str | None, base: dict[str, Any]) -> str | None:
@@ -525,7 +542,7 @@ def _filed(
         "signal": [float(f"{value:.4g}") for value in trained.signal] or None,
         "noise": [float(f"{noise:.4g}")] * rounds if trained.signal else None,
         **_by_class(trained, dataset),
-        "per_client": None if trained.resolved.partition.by_site else _per_client(trained, dataset, client, metric),
+        "per_client": _per_client(trained, dataset, client, metric) if _may_show_clients(trained.resolved) else None,
         "client_epsilon": [finite(float(f"{value:.6g}")) for value in client_epsilons],
         "seconds": round(trained.seconds, 4),
         "bytes_up": 4 * trained.traffic[0],

@@ -540,7 +540,8 @@ def summary(document: Document) -> list[str]:
         f"{'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}."
     )
     tuned = [_tuned(document["tuning"]), *_tuned_within(document)]
-    return [compared, _promise(document), _certified(document), *tuned, _best(document)]
+    exposed = [_sentence(document["exposed"])] if document.get("exposed") else []
+    return [compared, _promise(document), _certified(document), *exposed, *tuned, _best(document)]
 
 
 def _task(data: Document) -> str:
