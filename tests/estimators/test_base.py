@@ -15,6 +15,7 @@ import sordino
 from sordino import FederatedClassifier, FederatedCox, FederatedRegressor, Schema, SordinoError
 from sordino.data import tables
 from sordino.data.arrays import unit_numbers
+from sordino.errors import OverspentError
 from sordino.estimators.pipelines import PREPARED
 from sordino.estimators.reading import WEIGHTED, entries
 from sordino.evidence.ledger import Ledger
@@ -208,6 +209,44 @@ def test_quantities_counts_and_survival_of_a_frame():
     again = fast(lives, FederatedCox, method="auto", options=None).fit(frame.drop(columns=["time", "dead"]), y)
     assert (again.coef_ == cox.coef_).all()
     assert cox.edges_.tolist() == [1, 2, 4]
+
+
+@pytest.mark.parametrize("kind", ["range", "task", "edges"])
+def test_what_is_made_of_the_target_opens_no_other_account(tmp_path, kind):
+    """Three fits of epsilon 1 passed a limit of 1, each with another range of the target, or other edges of time."""
+    rng = np.random.default_rng(0)
+    x, y = rng.uniform(-1, 1, (60, 2)), rng.poisson(4, 60)
+    ways = {
+        "range": [FederatedRegressor(target_range=(0, high)) for high in (2, 5, 8.5)],
+        "task": [FederatedRegressor(target_range=(0, 9), task=task) for task in ("quantity", "count")],
+        "edges": [FederatedCox(edges=(0, *edges)) for edges in ((2, 5), (3, 5), (1, 2, 3, 9))],
+    }[kind]
+    target = np.c_[y, y % 2] if kind == "edges" else y
+    book = tmp_path / "mine.db"
+    ways[0].set_params(ledger=book, limit=1.0).fit(x, target)
+    for other in ways[1:]:
+        with pytest.raises(OverspentError):
+            other.set_params(ledger=book).fit(x, target)
+    with Ledger(book) as ledger:
+        assert len(ledger.people()) == 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_schema_names_no_target_of_its_own_to_a_ledger(tmp_path, inside):
+    """A target beside the frame had the name that the schema gave it: each name was an account with the full limit."""
+    rng = np.random.default_rng(0)
+    frame = pd.DataFrame(rng.uniform(0, 1, (40, 1)), columns=["dose"])
+    y = np.where(frame.dose > 0.5, "yes", "no")
+    columns = {"dose": {"type": "number", "range": [0, 1]}}
+    schema = {"target": {"column": "died", "levels": ["no", "yes"]}, "columns": columns}
+    model = FederatedClassifier(schema=schema, method="dp-fedgd", rounds=1, ledger=tmp_path / "mine.db")
+    if inside:
+        assert model.fit(frame.assign(died=y)).certificate_["certified"]
+    else:
+        for target in (y, pd.Series(y), pd.Series(y, name="dead")):
+            with pytest.raises(SordinoError, match=r"^ledger: y must have the names of the target's columns itself"):
+                model.fit(frame, target)
+        model.fit(frame, pd.Series(y, name="died"))
 
 
 def test_the_same_frame_shares_a_ledger(tmp_path):

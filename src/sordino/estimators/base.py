@@ -31,6 +31,7 @@ from sordino.estimators.reading import (
     check_roles,
     column_error,
     entries,
+    named_target,
     read_schema,
     read_weights,
     warn_of_unused,
@@ -270,7 +271,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
             except ValueError as error:
                 raise (column_error(X) or error) from None
             labels = self._labels(y)
-            names = labels.y if labels.classes is None else labels.classes[labels.y]
+            names = y if labels.classes is None else labels.classes[labels.y]  # y as given: its range may be edited
             digest = arrays_digest(X, names) if self.ledger is not None else b""
             return _Table(X, labels, None, None, tuple(getattr(self, "feature_names_in_", ())), digest)
         frame = self._frame(X, y, schema)
@@ -278,7 +279,8 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         if not len(encoded.x):
             raise SordinoError("X: the frame has no records; check how it was read.")
         assert encoded.y is not None
-        digest = frame_digest(frame) if self.ledger is not None else b""  # as given: a schema may be edited
+        # As given: a schema may be edited.
+        digest = frame_digest(with_target(X, named_target(y, schema))) if self.ledger is not None else b""
         classes = np.array(schema.classes) if schema.classes else None
         labels = Labels(schema.to_model(encoded.y), classes)
         return _Table(encoded.x, labels, encoded.client, encoded.person, tuple(schema.features), digest)

@@ -71,7 +71,8 @@ class FederatedClassifier(ClassifierMixin, FederatedEstimator):  # type: ignore[
         of the budget; the classes must be declared, or the schema has `find_prevalence`.
       classes: all labels that may occur, even if `y` lacks some.
       ledger: a file that adds up the fits and runs on the same data, as `sordino run --ledger` does; None for none. The
-        same data are the same arrays X and y, so that parts of them, as in cross-validation, are other data.
+        same data are the same arrays X and y, so that parts of them, as in cross-validation, are other data. With a
+        schema, y is left out, or has the names of the target's columns itself.
       limit: the most epsilon that all of them together may spend; fit raises `OverspentError` before it would exceed
         it. The ledger keeps it.
       random_state: None for cryptographic noise. An int makes a fit reproducible but not private, because whoever

@@ -51,6 +51,23 @@ def with_target(frame: Any, columns: Mapping[str, np.ndarray]) -> Any:
     return table
 
 
+def named_target(y: Any, schema: Schema) -> dict[str, np.ndarray]:
+    """The columns of y under names of its own, which a ledger needs; {} if y is None.
+
+    The names of the schema would not do: another schema would open another account of the same records.
+    """
+    if y is None:
+        return {}
+    names = list(y.columns) if hasattr(y, "columns") else [getattr(y, "name", None)]
+    wanted = schema.target.reads if schema.target else ()
+    if {*names} != {*wanted}:
+        raise SordinoError(
+            f"ledger: y must have the names of the target's columns itself ({', '.join(wanted)}), as a column of a "
+            "frame has; or leave y out, and have them in the frame. Names from a schema would open another account."
+        )
+    return {name: np.asarray(y[name] if hasattr(y, "columns") else y) for name in names}
+
+
 WEIGHTED = (
     "Each weight of a record (sample_weight) is a function of that record alone, or public; weights that were computed "
     "from several records are a release that no budget pays for."
