@@ -1,6 +1,7 @@
 """The identity of records: what a file says, not how it is written."""
 
 import gzip
+import unicodedata
 
 import numpy as np
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from sordino.data.identity import arrays_digest, frame_digest, records_digest
+from sordino.data.tables import Dialect
 
 TABLE = "age,dose,sex,label\n50,1,f,no\n61,2.5,m,yes\n70,10,f,no\n"
 KEY = b"k" * 32
@@ -165,6 +167,34 @@ def test_large_integers_and_keys_count(tmp_path):
 
 def test_a_file_that_is_no_table_counts_by_its_bytes(tmp_path):
     assert digest(tmp_path / "a.npz", b"no arrays") != digest(tmp_path / "a.npz", b"nor here")
+
+
+CYRILLIC, POLISH = "возраст,город\n50,Москва\n61,Ярославль…\n", "wiek,miasto\n50,Łódź\n61,Kraków\n"
+
+
+@pytest.mark.parametrize(
+    ("table", "encoding"),
+    [*((CYRILLIC, name) for name in ("cp1251", "koi8-r", "iso8859-5")), (POLISH, "cp1250"), (POLISH, "iso8859-2")],
+)
+def test_a_file_and_its_copy_in_utf_8_are_the_same(tmp_path, table, encoding):
+    """Three certified runs passed the limit of a ledger: one as cp1251, one as KOI8-R, one as UTF-8."""
+    table = table if encoding == "cp1251" else table.replace("…", "")
+    first = digest(tmp_path / "a.csv", table, b"")
+    assert digest(tmp_path / "b.csv", table.encode(encoding), b"") == first
+    assert digest(tmp_path / "c.csv", unicodedata.normalize("NFD", table), b"") == first
+    assert frame_digest(pa.csv.read_csv(tmp_path / "a.csv")) == first
+    assert digest(tmp_path / "b.csv", table.replace("61", "62").encode(encoding), b"") != first
+    assert digest(tmp_path / "b.csv", table.replace("о", "оо").replace("ó", "óó").encode(encoding), b"") != first
+
+
+def test_with_a_dialect_every_letter_counts(tmp_path):
+    """A site, whose schema says how its file is written, keeps a run to the records that it began with."""
+    (tmp_path / "a.csv").write_text(POLISH, encoding="cp1250")
+    (tmp_path / "b.csv").write_text(POLISH.replace("ó", "ö"), encoding="cp1250")
+    first, other = (
+        records_digest(str(tmp_path / name), KEY, Dialect(encoding="cp1250")) for name in ("a.csv", "b.csv")
+    )
+    assert first != other
 
 
 EUROPEAN = "age;crp;town;label\n50;3,5;Köln;no\n61;-,25;Bonn;yes\n70;1,0e1;„Öd“;no\n"

@@ -2,7 +2,9 @@
 
 Line ends, blank lines, the order of columns, spaces around a text, the file's format, and the spelling of numbers (1,
 1.0, 1e0; 3.5, 3,5), of truth values (true, 1), of dates (2024-12-31, with or without midnight) and of missing cells do
-not matter. Numbers that are not whole count to the precision of float32, because some formats keep no more.
+not matter. Numbers that are not whole count to the precision of float32, because some formats keep no more. Where no
+schema says how a text file is encoded, characters beyond ASCII count by their number alone: as single bytes they may be
+of any alphabet.
 
 The order of records does matter: it decides which of them are held out for testing. So does every record and every
 column: without one of them, a table is another one here, although it tells of the same people.
@@ -12,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+import re
+import unicodedata
+from collections.abc import Callable, Mapping
 from datetime import UTC, date, datetime
 from pathlib import Path
 from re import fullmatch
@@ -27,7 +31,7 @@ from sordino.errors import SordinoError
 
 EXACT = 2**53  # integers below it are exact as float64
 TRUTH = {"true": "1", "false": "0"}
-NOT_UTF_8 = "cp1252"  # Latin-1, with signs where that has none
+NOT_UTF_8 = ("cp1252", "latin-1")  # the first has signs where the second has none, but not for each byte
 COMMA = r"([+-]?\d*),(\d+(?:[eE][+-]?\d+)?)"  # a number whose decimals a comma separates
 
 
@@ -38,8 +42,8 @@ def records_digest(source: str, key: bytes = b"", dialect: Dialect | None = None
       source: a file, or the name of a built-in or published data set.
       key: without a key, anybody who guesses records can compare; never publish such a hash.
       dialect: how a text file is written. None: as its own bytes say, whatever a schema says of them. A ledger needs
-        that, because two schemas of one file would otherwise be two accounts. What is not UTF-8 is read as
-        Windows-1252.
+        that, because two schemas of one file would otherwise be two accounts. What is not UTF-8 is read as one byte
+        per character.
 
     Returns:
       32 bytes. A file that cannot be parsed has the hash of its bytes.
@@ -53,7 +57,8 @@ def records_digest(source: str, key: bytes = b"", dialect: Dialect | None = None
         columns = _columns(path, dialect)
     except (SordinoError, UnicodeError):
         columns = None
-    digest.update(b"bytes " + file_sha256(path) if columns is None else _table(columns))
+    spelt = str if dialect is not None else _folded
+    digest.update(b"bytes " + file_sha256(path) if columns is None else _table(columns, spelt))
     return digest.digest()
 
 
@@ -69,7 +74,7 @@ def frame_digest(table: Any) -> bytes:
     columns = _of_table(table)
     if columns is None:  # the reader refuses names that are there twice
         columns = {str(number): _values(table.column(number)) for number in range(table.num_columns)}
-    return hmac.new(b"", _table(columns), "sha256").digest()
+    return hmac.new(b"", _table(columns, _folded), "sha256").digest()
 
 
 def arrays_digest(x: np.ndarray, y: np.ndarray) -> bytes:
@@ -95,10 +100,16 @@ def file_sha256(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _table(columns: Mapping[str, np.ndarray]) -> bytes:
-    """What a table says, its columns sorted by name."""
-    parts = [hashlib.sha256(name.encode()).digest() + _column(values) for name, values in sorted(columns.items())]
-    return f"records {len(columns)}\n".encode() + b"".join(parts)
+def _table(columns: Mapping[str, np.ndarray], spelt: Callable[[str], str]) -> bytes:
+    """What a table says, its columns sorted by name. `spelt`: how texts count."""
+    parts = sorted((spelt(name), _column(values, spelt)) for name, values in columns.items())
+    hashes = (hashlib.sha256(name.encode()).digest() + column for name, column in parts)
+    return f"records {len(columns)}\n".encode() + b"".join(hashes)
+
+
+def _folded(text: str) -> str:
+    """A text with one sign for every character beyond ASCII."""
+    return text if text.isascii() else re.sub(r"[^\x00-\x7f]", "\ufffd", unicodedata.normalize("NFC", text))
 
 
 def _columns(path: Path, dialect: Dialect | None) -> Mapping[str, np.ndarray] | None:
@@ -117,7 +128,10 @@ def _opened(path: Path, dialect: Dialect | None) -> Any:
         table = tables.open_table(path)
         tables.check_encoding(table, table.column_names, path)
     except WrongEncodingError:
-        return tables.open_table(path, Dialect(encoding=NOT_UTF_8))
+        try:
+            return tables.open_table(path, Dialect(encoding=NOT_UTF_8[0]))
+        except (SordinoError, UnicodeError):
+            return tables.open_table(path, Dialect(encoding=NOT_UTF_8[1]))
     return table
 
 
@@ -209,13 +223,13 @@ def _beyond(*numbers: int) -> bool:
     return any(abs(number) >= EXACT for number in numbers)
 
 
-def _column(values: np.ndarray) -> bytes:
+def _column(values: np.ndarray, spelt: Callable[[str], str] = str) -> bytes:
     """Hash of an array: its shape, and its numbers as float64, or its cells if one is not an exact number."""
     digest = hashlib.sha256(f"{values.shape} ".encode())
     numbers = _numbers(values)
     if numbers is None:
         for cell in values.ravel().tolist():
-            text = _cell(cell).encode()
+            text = spelt(_cell(cell)).encode()
             digest.update(f"{len(text)} ".encode() + text)
         return digest.digest()
     numbers[np.isnan(numbers)] = np.nan  # one NaN

@@ -58,7 +58,7 @@ def named_target(y: Any, schema: Schema) -> dict[str, np.ndarray]:
     """
     if y is None:
         return {}
-    names = list(y.columns) if hasattr(y, "columns") else [getattr(y, "name", None)]
+    names = [str(name) for name in (y.columns if hasattr(y, "columns") else [getattr(y, "name", "")])]
     wanted = schema.target.reads if schema.target else ()
     if {*names} != {*wanted}:
         raise SordinoError(
