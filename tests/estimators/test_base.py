@@ -231,6 +231,23 @@ def test_what_is_made_of_the_target_opens_no_other_account(tmp_path, kind):
         assert len(ledger.people()) == 1
 
 
+def test_persons_whom_each_client_numbers_are_other_persons_to_a_ledger(tmp_path):
+    """In one account with persons at five clients: 1.47 was stated for two runs, where 6.3 was true."""
+    rng = np.random.default_rng(0)
+    x, who, site = rng.normal(size=(100, 2)), np.arange(100) // 5, np.arange(100) % 5
+    words = {"epsilon": 1.0, "method": "dp-fedgd", "rounds": 1, "trust": "secure-aggregation", "ledger": tmp_path / "b"}
+
+    def fit(groups, **options):
+        model = FederatedClassifier(**words, options={"person_records": 1, **options})
+        return model.fit(x, site % 2, groups=groups, persons=who)
+
+    assert fit(site, person_ids="per-client").certificate_["certified"]
+    assert fit(site, person_ids="per-client").certificate_["certified"]
+    for groups, options in [(site, {"person_clients": 5}), (site // 2, {"person_ids": "per-client"})]:
+        with pytest.raises(SordinoError, match=r"^unit: .* counts other persons of these data"):
+            fit(groups, **options)
+
+
 @pytest.mark.parametrize("inside", [True, False])
 def test_a_schema_names_no_target_of_its_own_to_a_ledger(tmp_path, inside):
     """A target beside the frame had the name that the schema gave it: each name was an account with the full limit."""

@@ -150,10 +150,11 @@ def test_settings_are_tuned_for_persons(table, capsys):
 
 def test_methods_are_paired_although_each_seed_tests_on_another_number_of_records(table):
     words = ["--data", "t.csv", "--schema", "schema.toml", "--set", "person_clients=2", "--rounds", "2"]
+    words += ["--set", "public_data=true"]  # all seeds test on the same private records
     words += ["--methods", "dp-fedgd,dp-fedavg", "--epsilons", "4", "--seeds", "3", "--pairs", "dp-fedavg/dp-fedgd"]
     assert main(["compare", *words, "--out", "c"]) == 0
     document = json.loads((table / "c" / "compare.json").read_text())
-    keys = {"data": "t.csv", "schema": "schema.toml", "person_clients": 2}
+    keys = {"data": "t.csv", "schema": "schema.toml", "person_clients": 2, "public_data": True}
     tested = [len(resolve(Spec.of({**keys, "split_seed": seed})).read_data().y_test) for seed in (1, 3)]
     assert -(-tested[0] // 8) != -(-tested[1] // 8), "or this tests nothing"
     assert [(pair["seed"], pair["tested"]) for pair in document["pairs"]] == [(1, tested[0])]

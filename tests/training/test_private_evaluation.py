@@ -294,6 +294,7 @@ def test_a_person_at_two_clients_must_be_declared_in_an_evaluation(persons, tmp_
     one = private_evaluation.prepare(place / "run", tmp_path / "t.csv", epsilon=1.0, person_ids="per-client")
     noises = [calibration.aggregate_std(prepared.plan, 0) for prepared in (one, two)]
     assert noises[1] == pytest.approx(2**0.5 * noises[0]), "two releases see the person"
+    assert (one.units, two.units) == ("patient per-client hospital", "patient global"), "other persons to a ledger"
     said = "equal numbers at two clients are two persons"
     assert [any(said in fact for fact in prepared.assumptions) for prepared in (one, two)] == [True, False]
 

@@ -17,7 +17,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from sordino.core import Tree, Unit
-from sordino.data.arrays import unit_numbers
+from sordino.data.arrays import numbers_of_pairs, unit_numbers
 from sordino.data.identity import arrays_digest, frame_digest
 from sordino.data.preprocess import preprocess
 from sordino.data.schema import Schema
@@ -181,9 +181,7 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         run = prepare_resolved(resolved, dataset(table, resolved), unscaled)
         searched, steps = self._warn_of_a_search(), self._warn_of_steps()
         doubts = [doubt(steps)] if steps else []
-        given = {Unit.PERSON: persons, Unit.CLIENT: groups}.get(resolved.privacy.unit)
-        units = resolved.unit_column.encode() if given is None else grouping(unit_numbers(entries(given, records)))
-        self._pay(run, table.digest, units, searched, doubts)
+        self._pay(run, table.digest, _units(resolved, table, groups, persons), searched, doubts)
 
         history: list[dict[str, Any]] = []
         checkpoint: Tree = ()
@@ -396,6 +394,19 @@ def warn_of_a_useless_model(why: str) -> None:
         UserWarning,
         stacklevel=3,
     )
+
+
+def _units(resolved: ResolvedSpec, table: _Table, groups: Any, persons: Any) -> bytes:
+    """What a ledger is told of the protected persons or clients: names of columns, or which records are whose."""
+    unit, records = resolved.privacy.unit, len(table.x)
+    given = {Unit.PERSON: persons, Unit.CLIENT: groups}.get(unit)
+    site = table.site if groups is None else entries(groups, records)
+    own_ids = unit is Unit.PERSON and resolved.source.person_ids == "per-client"
+    if given is None:
+        named = resolved.unit_column.encode()
+        return named if groups is None or not own_ids else named + grouping(unit_numbers(entries(groups, records)))
+    numbers = unit_numbers(entries(given, records))
+    return grouping(numbers if site is None or not own_ids else numbers_of_pairs(unit_numbers(site), numbers))
 
 
 def _certificate(run: PreparedRun, searched: bool, assumes: list[str], doubts: list[str]) -> dict[str, Any]:

@@ -164,6 +164,7 @@ def prepare(
     schema_sha256 = "" if run.schema is None else run.schema.sha256()
     own_ids = who is not None and person_ids == PERSON_IDS[1]
     settings = settings._replace(schema_sha256=schema_sha256, own_ids=own_ids)
+    named = (person, client) if run.schema is None else (run.schema.person, run.schema.client)
     path = Path(model)
     file = RunFolder.find(path).named(path, "model.safetensors")
     return PreparedEvaluation(
@@ -175,7 +176,7 @@ def prepare(
         names=names,
         model_sha256=sha256(file),
         data=str(data),
-        units="" if who is None else f"{person if run.schema is None else run.schema.person} {person_ids}",
+        units="" if who is None else shared_ledger.persons_of(named[0], named[1] or "", own_ids and bool(named[1])),
     )
 
 

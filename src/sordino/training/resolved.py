@@ -469,11 +469,14 @@ class ResolvedSpec:
 
     @property
     def unit_column(self) -> str:
-        """The column that says which records are those of one protected person or client; empty at record level."""
+        """The columns that say which records are those of one protected person or client; empty at record level."""
+        from sordino.training.shared_ledger import persons_of
+
+        named = self.source.schema.client if self.source.schema is not None else self.source.client_column
         if self.privacy.unit is Unit.PERSON:
-            return f"{self.source.person_column} {self.source.person_ids}"
+            own_ids = self.source.person_ids == "per-client" and self.partition.by_site
+            return persons_of(self.source.person_column, named or "", own_ids)
         if self.privacy.unit is Unit.CLIENT:
-            named = self.source.schema.client if self.source.schema is not None else self.source.client_column
             return named or self.partition.law
         return ""
 
@@ -490,14 +493,18 @@ class ResolvedSpec:
 
     def records(self, dataset: Dataset) -> Records:
         """The training records, divided among clients and grouped by what is protected."""
+        from sordino.data.arrays import numbers_of_pairs
         from sordino.data.records import Records
         from sordino.engines.schedule import record_choice
 
+        owners, person = self.owners(dataset), dataset.person if self.privacy.unit is Unit.PERSON else None
+        if person is not None and self.source.person_ids == "per-client":
+            person = numbers_of_pairs(owners, person)
         return Records.of(
             dataset.x_train,
             dataset.y_train,
-            self.owners(dataset),
-            person=dataset.person if self.privacy.unit is Unit.PERSON else None,
+            owners,
+            person=person,
             per_person=self.privacy.person_records,
             choose=record_choice(source(self.seed), self.privacy),
             weight=dataset.weight,

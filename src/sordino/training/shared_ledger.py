@@ -239,6 +239,11 @@ def grouping(numbers: np.ndarray) -> bytes:
     return hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).digest()
 
 
+def persons_of(person: str | None, client: str, own_ids: bool) -> str:
+    """Which persons a ledger counts: those of a column, or those whom each client of another column numbers itself."""
+    return f"{person} per-client {client}" if own_ids else f"{person} global"
+
+
 def worst_case(plan: Plan) -> tuple[Release, ...]:
     """Releases that cost at least what those of any client cost. With equal accounts they are those of a client.
 
