@@ -231,6 +231,16 @@ def test_what_is_made_of_the_target_opens_no_other_account(tmp_path, kind):
         assert len(ledger.people()) == 1
 
 
+@pytest.mark.parametrize("more", [0, 1, 7])
+def test_the_number_of_simulated_clients_follows_from_persons(more):
+    """It followed from their records, whose number is hidden: six persons with six records were fitted, others not."""
+    who = np.r_[np.arange(6), np.zeros(more, int)]
+    model = FederatedClassifier(method="dp-fedgd", rounds=1, classes=[0, 1])
+    assert model.fit(np.eye(len(who), 2), who % 2, persons=who).certificate_["clients"] == 6
+    with pytest.raises(SordinoError, match="clients: 7 must be at most the number of persons, 6"):
+        model.set_params(clients=7).fit(np.eye(len(who), 2), who % 2, persons=who)
+
+
 def test_persons_whom_each_client_numbers_are_other_persons_to_a_ledger(tmp_path):
     """In one account with persons at five clients: 1.47 was stated for two runs, where 6.3 was true."""
     rng = np.random.default_rng(0)

@@ -159,10 +159,14 @@ class FederatedEstimator(BaseEstimator, ABC):  # type: ignore[misc]  # scikit-le
         records = len(table.x)
         weights = read_weights(sample_weight, records, resolved)
         self._check_weights(table.labels, weights)
-        if resolved.clients is not None and resolved.clients > records:
+        units, of = records, "records"
+        if resolved.privacy.unit is Unit.PERSON:  # how many records they have is hidden
+            who = table.person if persons is None else entries(persons, records, "persons")
+            units, of = records if who is None else int(unit_numbers(who).max()) + 1, "persons"
+        if resolved.clients is not None and resolved.clients > units:
             if self.clients is not None:
-                raise SordinoError(f"clients: {self.clients} must be at most the number of records, {records}.")
-            resolved = dataclasses.replace(resolved, clients=records)
+                raise SordinoError(f"clients: {self.clients} must be at most the number of {of}, {units}.")
+            resolved = dataclasses.replace(resolved, clients=units)
         scaling = resolved.source.normalize
 
         def dataset(table: _Table, resolved: ResolvedSpec, scaled: bool = True) -> Dataset:
