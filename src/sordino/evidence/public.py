@@ -255,20 +255,9 @@ EVALUATION_FILES: Mapping[str, Mapping[str, str]] = {  # public/ of an evaluatio
 }
 # Files of a run in the folder of a site or a coordinator. They stay there, and say nothing to others.
 KEPT_BY_A_PARTY = (
-    *(
-        "README.txt",
-        "account",
-        "active",
-        "approved",
-        "box",
-        "checkpoint",
-        "columns",
-        "data",
-        "evaluation",
-        "memory",
-        "noise",
-    ),
-    *("offers", "offers.json", "pending", "progress.jsonl", "secret", "survivors-*.json"),
+    *("README.txt", "account", "active", "approved", "box", "checkpoint", "columns", "data", "evaluation"),
+    *("lost-place", "memory", "noise", "offers", "offers.json", "pending", "progress.jsonl", "reserve", "secret"),
+    "survivors-*.json",
 )
 ADAPTER = (
     "adapter/ (transformers): the adapters of model.safetensors in another format, settings, and of the public weights "
