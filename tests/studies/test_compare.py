@@ -32,7 +32,15 @@ def made():
 def test_a_sweep_prints_four_digits_of_a_proposal_and_keeps_all_in_the_command(capsys):
     best = {"lr": 1.2345678901234567, "clip": 1.5}
     row = {"setting": best, "mean": 0.9, "std": None}
-    told = {"search": "optuna", "metric": "accuracy", "varied": list(best), "rows": [row], "shown": 20, "best": best}
+    told = {
+        "search": "optuna",
+        "metric": "accuracy",
+        "varied": list(best),
+        "rows": [row],
+        "shown": 20,
+        "best": best,
+        "tried": 1,
+    }
     _tell({**told, "paid": "no", "command": f"sordino run --set lr={best['lr']}"}, None)
     text = capsys.readouterr().out
     assert "best: lr = 1.235, clip = 1.5" in text
