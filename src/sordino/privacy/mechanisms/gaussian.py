@@ -118,14 +118,13 @@ def draw(
     if source.private and not is_exact(source):
         raise SordinoError(f"source: {source!r} is private but has no `bounds`; use one that has, such as Secure().")
     parts = [(float(coefficient), at) for coefficient, at in parts]
-    z = torch.zeros(shape, dtype=torch.float64, device=device)
-    error = torch.zeros((1,) * len(shape), dtype=torch.float64, device=device)
+    z, error = torch.zeros((), dtype=torch.float64, device=device), 0.0
     for coefficient, at in parts:
         normal = _normals(source, at, shape, device)
-        if normal.numel():
-            low, high = normal.aminmax()
-            error += abs(coefficient) * ERROR * torch.maximum(high, -low).clamp_min(1.0)
+        low, high = map(float, normal.aminmax()) if normal.numel() else (0.0, 0.0)
+        error += abs(coefficient) * ERROR * max(high, -low, 1.0)
         z = normal if len(parts) == 1 and coefficient == 1 else z + coefficient * normal
+    z = z.expand(shape)
     if not is_exact(source):
         return Draw.plain(z)
     exact = source
@@ -134,7 +133,8 @@ def draw(
         return [Term(Fraction(coefficient), exact, at, i) for coefficient, at in parts]
 
     # |N| is at most 1 + ERROR times the largest |normal|. One product and one addition per part are rounded.
-    return Draw(z, error * (1 + (len(parts) + 2) * 2.0**-12), terms)
+    error *= 1 + (len(parts) + 2) * 2.0**-12
+    return Draw(z, z.new_full((1,) * len(shape), error), terms)
 
 
 def _normals(source: Source, at: Address, shape: tuple[int, ...], device: torch.device | str) -> Tensor:
